@@ -1,0 +1,55 @@
+"""What every test starts from: a fresh session, seed and dtype policy."""
+
+import os
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import pytest
+
+ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+
+# Replicas need several devices, and the number of logical CPUs can only be
+# set before TensorFlow makes its first tensor, so it is set here.
+LOGICAL_CPUS = 4
+if ON_TENSORFLOW:
+    import tensorflow as tf
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * LOGICAL_CPUS,
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        "tensorflow_only(reason): skipped, for that reason, on other backends",
+    )
+
+
+@pytest.fixture(autouse=True)
+def tensorflow_only(request):
+    """Skips a test that is marked `tensorflow_only` on other backends."""
+    marker = request.node.get_closest_marker("tensorflow_only")
+    if marker is not None and not ON_TENSORFLOW:
+        # The reason is a required argument: a skip always says why.
+        (reason,) = marker.args
+        pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """Undoes what a test leaves in Keras's global state."""
+    keras.backend.clear_session(free_memory=False)
+    keras.config.set_dtype_policy("float32")
+    keras.utils.set_random_seed(11)
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture
+def two_replicas():
+    """A MirroredStrategy over two logical CPUs."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
