@@ -13,9 +13,8 @@ from keras_performer import saving
 
 to_numpy = keras.ops.convert_to_numpy
 
-tensorflow_only = pytest.mark.skipif(
-    keras.config.backend() != "tensorflow",
-    reason="a SavedModel is a TensorFlow graph",
+tensorflow_only = pytest.mark.tensorflow_only(
+    "a SavedModel is a TensorFlow graph"
 )
 
 # Both sides run the same float32 graph; only the order of the sums inside
