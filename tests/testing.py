@@ -212,7 +212,6 @@ class Ladder:
         moving: Path endings of the weights that a step must change.
         fixed: Path endings of the weights that no step may change, and that
             are float32 under every policy.
-        unused_dims: Axes of the inputs that may be unknown when building.
     """
 
     def __init__(
@@ -363,7 +362,6 @@ class Ladder:
     def check_masking(self):
         layer = self.make()
         assert layer.supports_masking
-        first = next(iter(self.inputs.values()))
         if self.integer:
             # Ids make their own mask, where they make one at all.
             return
@@ -371,21 +369,18 @@ class Ladder:
             name: keras.Input(x.shape[1:], name=name)
             for name, x in self.inputs.items()
         }
-        masks = {
-            name: keras.Input(x.shape[1:2], dtype="bool", name=f"{name}_m")
-            for name, x in self.inputs.items()
+        masked = {
+            name: keras.layers.Masking()(x) for name, x in inputs.items()
         }
-        marked = {name: MarkMask()(inputs[name], masks[name]) for name in inputs}
-        seen = MaskProbe()(self.call(layer, marked))
-        model = keras.Model([*inputs.values(), *masks.values()], seen)
-        given = [
-            np.arange(x.shape[1])[None, :] < np.array([[x.shape[1] - 1]])
-            for x in self.inputs.values()
-        ]
-        given = [np.repeat(mask, len(first), axis=0) for mask in given]
-        seen = model([*self.inputs.values(), *given])
+        seen = MaskProbe()(self.call(layer, masked))
+        padded = {name: x.copy() for name, x in self.inputs.items()}
+        for x in padded.values():
+            x[0, -1] = 0.0
+        seen = to_numpy(keras.Model(inputs, seen)(padded))
         # The output has the positions of the first input, and so its mask.
-        np.testing.assert_array_equal(to_numpy(seen), given[0])
+        expected = np.ones(self.output_shape[:2])
+        expected[0, -1] = 0.0
+        np.testing.assert_array_equal(seen, expected)
 
     def check_fit_step(self, jit_compile):
         layer = self.make()
@@ -437,16 +432,3 @@ class Ladder:
         for weight in layer.weights:
             fixed = weight.path.endswith(self.fixed)
             assert weight.dtype == ("float32" if fixed else "float64")
-
-
-class MarkMask(keras.layers.Layer):
-    """Attaches a given mask to a tensor, as `Masking` would a computed one."""
-
-    def build(self, inputs_shape, marks_shape=None):
-        self.built = True
-
-    def call(self, inputs, marks):
-        return inputs
-
-    def compute_mask(self, inputs, previous_mask=None, marks=None):
-        return marks
