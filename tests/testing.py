@@ -277,15 +277,15 @@ class Ladder:
         """Calls a method that takes one `<argument>_shape` per input."""
         first, *others = self.shapes(free_axes)
         names = [f"{name}_shape" for name in list(self.inputs)[1:]]
-        return method(first, **dict(zip(names, others)))
+        return method(first, **dict(zip(names, others, strict=True)))
 
-    def symbolic(self, free_axes=(), dtype=None):
-        names_and_shapes = zip(self.inputs.items(), self.shapes(free_axes))
+    def symbolic(self, free_axes=()):
+        shapes = self.shapes(free_axes)
         return {
-            name: keras.KerasTensor(
-                shape, x.dtype.name if dtype is None else dtype
+            name: keras.KerasTensor(shape, x.dtype.name)
+            for (name, x), shape in zip(
+                self.inputs.items(), shapes, strict=True
             )
-            for (name, x), shape in names_and_shapes
         }
 
     def check_serialisation(self):

@@ -75,7 +75,9 @@ def test_o19_one_dynamic_graph_serves_every_length(name):
         assert_close(gradient(x, cotangent), eager, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["favor-causal", "favor-default", "relu-causal"])
+@pytest.mark.parametrize(
+    "name", ["favor-causal", "favor-default", "relu-causal"]
+)
 @pytest.mark.parametrize("part", ["forward", "gradient"])
 def test_o20_the_graph_does_not_grow_with_the_length(name, part):
     layer = VARIANTS[name].attention()

@@ -93,7 +93,9 @@ def test_o04_a_row_without_keys_gives_the_output_bias(name):
     np.testing.assert_array_equal(gradient[0], np.zeros((5, 11)))
     alone = input_gradient(layer)(x[1:], cotangent[1:])
     assert_close(gradient[1:], alone, 1e-5)
-    for path, value in weight_gradients(layer, cotangent, x, mask=mask).items():
+    for path, value in weight_gradients(
+        layer, cotangent, x, mask=mask
+    ).items():
         assert np.all(np.isfinite(value)), path
 
 
@@ -110,14 +112,20 @@ def test_o04_left_padding_leaves_the_first_prefixes_empty(name):
     cotangent = normal(2, 5, 11, seed=1)
     gradient = input_gradient(lambda x: layer(x, mask=mask))(x, cotangent)
     assert np.all(np.isfinite(to_numpy(gradient)))
-    for path, value in weight_gradients(layer, cotangent, x, mask=mask).items():
+    for path, value in weight_gradients(
+        layer, cotangent, x, mask=mask
+    ).items():
         assert np.all(np.isfinite(value)), path
 
 
 @every_variant
 def test_o05_masked_values_leave_no_trace(name):
     layer = VARIANTS[name].attention()
-    x, value, mask = normal(2, 7, 11), normal(2, 7, 13, seed=1), np.ones((2, 7))
+    x, value, mask = (
+        normal(2, 7, 11),
+        normal(2, 7, 13, seed=1),
+        np.ones((2, 7)),
+    )
     mask[:, 5:] = 0
     outputs = []
     for fill in (0.0, 1e8):

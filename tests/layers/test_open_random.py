@@ -1,4 +1,4 @@
-"""Publicly reported faults of random state, as tests: cases O-31 to O-36."""
+"""Publicly reported faults of random state, as tests: cases O-31 to O-35."""
 
 import keras
 import numpy as np

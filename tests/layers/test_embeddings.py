@@ -1,0 +1,72 @@
+"""TokenAndPositionEmbedding: what it adds up, and what it masks."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_performer.layers import TokenAndPositionEmbedding
+from tests.layers.dense_oracle import VARIANTS
+from tests.testing import assert_close
+from tests.testing import assert_differs
+from tests.testing import to_numpy
+
+IDS = np.random.default_rng(0).integers(1, 19, (2, 7)).astype("int32")
+
+
+@pytest.mark.parametrize("position", ["learned", "sine", None])
+def test_the_embedding_is_a_sum_of_token_and_position(position):
+    layer = TokenAndPositionEmbedding(19, 7, 12, position=position)
+    constant = to_numpy(layer(np.full((1, 7), 3, "int32")))
+    other = to_numpy(layer(np.full((1, 7), 5, "int32")))
+    # The same position part for every token ...
+    difference = constant - other
+    assert_close(difference, np.repeat(difference[:, :1], 7, 1), 1e-5)
+    positions = constant - constant[:, :1]
+    if position is None:
+        np.testing.assert_array_equal(positions, np.zeros((1, 7, 12)))
+    else:
+        # ... and another one for every position.
+        assert len(np.unique(positions[0].round(6), axis=0)) == 7
+
+
+def test_sine_positions_are_bounded_and_need_no_weight():
+    layer = TokenAndPositionEmbedding(19, 7, 12, position="sine")
+    layer.build((2, 7))
+    assert len(layer.weights) == 1
+    layer.set_weights([np.zeros((19, 12))])
+    positions = to_numpy(layer(np.zeros((1, 7), "int32")))[0]
+    # Sines and cosines of each angle: every row has the norm sqrt(d / 2).
+    np.testing.assert_allclose((positions**2).sum(-1), 6.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 5, 7])
+def test_a_shorter_sequence_gets_the_first_positions(length):
+    layer = TokenAndPositionEmbedding(19, 7, 11)
+    full = to_numpy(layer(IDS))
+    np.testing.assert_array_equal(
+        to_numpy(layer(IDS[:, :length])), full[:, :length]
+    )
+
+
+def test_a_sequence_longer_than_the_table_is_refused():
+    layer = TokenAndPositionEmbedding(19, 7, 11)
+    with pytest.raises(ValueError, match=r"(?s)(8.*7|7.*8)"):
+        layer(np.zeros((2, 8), "int32"))
+
+
+def test_mask_zero_marks_the_zeros():
+    ids = np.array([[3, 1, 0, 0], [2, 0, 5, 0]], "int32")
+    layer = TokenAndPositionEmbedding(19, 7, 11, mask_zero=True)
+    np.testing.assert_array_equal(to_numpy(layer.compute_mask(ids)), ids != 0)
+    layer = TokenAndPositionEmbedding(19, 7, 11)
+    assert layer.compute_mask(ids) is None
+
+
+def test_the_mask_of_the_embedding_reaches_the_block():
+    embedding = TokenAndPositionEmbedding(19, 7, 11, mask_zero=True)
+    block = VARIANTS["favor"].block()
+    ids = np.array([[3, 1, 4, 0, 0], [2, 7, 1, 8, 0]], "int32")
+    x = keras.ops.copy(embedding(ids))
+    output = block(embedding(ids))
+    assert_close(output, block(x, mask=ids != 0), 1e-6)
+    assert_differs(output, block(x))
