@@ -28,7 +28,9 @@ setup(
     packages=find_packages(include=["keras_performer", "keras_performer.*"]),
     package_data={"keras_performer": ["py.typed"]},
     zip_safe=False,
-    install_requires=["keras>=3.12", "numpy>=1.26"],
+    # Older releases of Keras load graph code from a `.keras` file without
+    # asking (`TFSMLayer` outside the safe mode).
+    install_requires=["keras>=3.13.2", "numpy>=1.26"],
     extras_require={
         "tensorflow": TENSORFLOW,
         "text": TEXT,
