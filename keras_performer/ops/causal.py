@@ -1,0 +1,328 @@
+"""The causal scan: layout, states, and the gradient around the chunks."""
+
+from keras import ops
+
+from keras_performer.ops import chunks
+from keras_performer.ops.scan import chunk_scan
+
+
+def scan_attention(
+    kernel, feature_map, projection, xs, carry, steps, unroll=1
+):
+    """Runs a kernel of `chunks.py` over its chunks, with its gradient.
+
+    Args:
+        kernel: `chunks.FeatureChunks` or `chunks.LocalBlocks`.
+        feature_map: The feature map.
+        projection: Tensor or `None`; it gets no gradient.
+        xs: Tuple of the kernel's inputs, each with a leading axis of chunks.
+        carry: `(sums, shift)`.
+        steps: Number of chunks.
+        unroll: Chunks for each trip of the loop; divides `steps`.
+
+    Returns:
+        Outputs `[n, B, H, C, E]` and the carry after all chunks. Gradients
+        pass through the sums; the shift has none, as it cancels.
+    """
+    count = len(xs)
+
+    @ops.custom_gradient
+    def attend(*arguments):
+        xs, (sums, shift) = arguments[:count], arguments[count : count + 2]
+        step = kernel(feature_map, (arguments[count + 2 :] or (None,))[0])
+        (last_sums, last_shift), ys = chunk_scan(
+            step.forward, (sums, shift), xs, steps, 4, unroll=unroll
+        )
+        output, normalizer, scale, shifts = ys
+
+        def gradient(grad_output, grad_sums, grad_shift, **_):
+            grad = chunks.normalize_gradient(
+                grad_output, output, normalizer, step.floor
+            )
+            gradients = _gradients(
+                step, xs, (sums, shift), (grad, scale, shifts), grad_sums
+            )
+            rest = arguments[count + 1 :]
+            return (*gradients, *(ops.zeros_like(x) for x in rest))
+
+        return (output, last_sums, last_shift), gradient
+
+    def _gradients(step, xs, carry, saved, grad_sums):
+        grad, scale, shifts = saved
+
+        def forward(carry, x):
+            return step.forward_gradient(carry, x[:count], *x[count:])
+
+        def backward(carry, x):
+            grad_sums, gradients = step.backward_gradient(
+                carry[0], x[:count], *x[count:]
+            )
+            return (grad_sums,), gradients
+
+        _, early = chunk_scan(
+            forward,
+            carry,
+            (*xs, grad, scale),
+            steps,
+            len(step.forward_slots),
+            unroll=unroll,
+        )
+        (grad_sums,), late = chunk_scan(
+            backward,
+            (grad_sums,),
+            (*xs, grad, scale, shifts),
+            steps,
+            len(step.backward_slots),
+            reverse=True,
+            unroll=unroll,
+        )
+        total = dict(zip(step.forward_slots, early))
+        for slot, gradient in zip(step.backward_slots, late):
+            total[slot] = total[slot] + gradient if slot in total else gradient
+        zeros = {n: ops.zeros_like(x) for n, x in enumerate(xs)}
+        return [*({**zeros, **total}[n] for n in range(count)), grad_sums]
+
+    arguments = (*xs, *carry) + (() if projection is None else (projection,))
+    output, sums, shift = attend(*arguments)
+    return output, (sums, shift)
+
+
+def chunked_attention(
+    query, key, values, mask, feature_map, projection, chunk_size, state
+):
+    """Causal attention with every key seen through its features.
+
+    Args:
+        query: `[B, L, H, D]`.
+        key: `[B, L, H, D]`.
+        values: `[B, L, H, F]`, with the column of ones.
+        mask: `[B, L]`, 1 or 0, in the dtype of the query.
+        feature_map: The feature map.
+        projection: Tensor or `None`.
+        chunk_size: Tokens per chunk.
+        state: State of the tokens before these, or `None`.
+
+    Returns:
+        Output `[B, L, H, E]` and the state after these tokens.
+    """
+    length = ops.shape(query)[1]
+    if isinstance(length, int):
+        chunk_size = max(1, min(chunk_size, length))
+    steps = _at_least_one(-(-length // chunk_size))
+    xs = tuple(
+        to_chunks(x, steps, chunk_size) for x in (query, key, values, mask)
+    )
+    if state is None:
+        state = empty_state(query, values, feature_map, projection)
+    output, carry = scan_attention(
+        chunks.FeatureChunks,
+        feature_map,
+        projection,
+        xs,
+        _carry(state, query.dtype),
+        steps,
+    )
+    output = from_chunks(output)[:, :length]
+    position = state["position"] + ops.cast(length, "int32")
+    return output, _state(carry, position)
+
+
+def local_attention(
+    query,
+    key,
+    values,
+    mask,
+    feature_map,
+    projection,
+    window,
+    blocks_per_step,
+    state,
+    return_state,
+):
+    """Causal attention with the own and the previous block seen exactly.
+
+    Arguments and result are those of `chunked_attention`, with:
+
+    Args:
+        window: W, the length of a block.
+        blocks_per_step: Blocks for each trip of the loop.
+        return_state: Whether the state is wanted; it is `None` if not.
+    """
+    length = ops.shape(query)[1]
+    tokens = (query, key, values, mask)
+    stateful = state is not None or return_state
+    if not stateful:
+        if isinstance(length, int):
+            window = max(1, min(window, length))
+        steps = _at_least_one(-(-length // window))
+        steps = -(-steps // blocks_per_step) * blocks_per_step
+        blocks = tuple(to_chunks(x, steps, window) for x in tokens)
+        first = tuple(ops.zeros_like(x[:1]) for x in blocks[1:])
+    else:
+        if state is None:
+            state = empty_state(query, values, feature_map, projection, window)
+        offset = state["position"] % window  # [B], tokens in the last block
+        # One block for what is left of the last one, one to end in.
+        steps = (length + window - 1) // window + 1
+        steps = -(-steps // blocks_per_step) * blocks_per_step
+        held = _held(state, query.dtype)
+        aligned = _align(tokens, held, offset, window, steps)
+        blocks = tuple(to_chunks(x, steps, window) for x in aligned)
+        first = tuple(to_chunks(x[:, :window], 1, window) for x in held)
+    # Each block beside the one before it: (key, values, mask).
+    previous = tuple(
+        ops.concatenate([x, y[:-1]], axis=0)
+        for x, y in zip(first, blocks[1:])
+    )
+    added = previous[2]  # [n, B, W]
+    if stateful:
+        # A row that has ended adds nothing more to its sums.
+        end = (offset + length) // window  # [B], the block it ends in
+        going = ops.arange(steps, dtype="int32")[:, None] < end[None, :]
+        added = added * ops.cast(going, added.dtype)[:, :, None]
+    else:
+        state = empty_state(query, values, feature_map, projection)
+    output, carry = scan_attention(
+        chunks.LocalBlocks,
+        feature_map,
+        projection,
+        (*blocks, *previous, added),
+        _carry(state, query.dtype),
+        steps,
+        blocks_per_step,
+    )
+    output = from_chunks(output)
+    if not stateful:
+        return output[:, :length], None
+    index = offset[:, None] + ops.arange(length, dtype="int32")[None, :]
+    output = _gather(output, index)
+    position = state["position"] + ops.cast(length, "int32")
+    state = _state(carry, position)
+    index = ops.arange(2 * window, dtype="int32")[None, :]
+    index = index + (end * window)[:, None]  # [B, 2 W], the last two blocks
+    state["keys"], values, valid = (
+        _gather(ops.concatenate([old[:, :window], new], axis=1), index)
+        for old, new in zip(held, aligned[1:])
+    )
+    state["values"] = values[..., :-1]
+    state["valid"] = valid > 0
+    return output, state
+
+
+def empty_state(query, values, feature_map, projection, window=0):
+    """The state of no tokens; see `causal_kernel_attention` for its parts.
+
+    Args:
+        query: Queries `[B, L, H, D]`, for their sizes and dtype.
+        values: Values `[B, L, H, F]`, for their sizes.
+        feature_map: The feature map.
+        projection: Tensor or `None`.
+        window: W, or 0.
+
+    Returns:
+        A flat dict of tensors.
+    """
+    batch, dtype = ops.shape(query)[0], query.dtype
+    heads, dim = query.shape[2:]
+    width = values.shape[-1] - 1
+    # The width of the features is whatever the map makes of a vector.
+    one = ops.zeros((1, heads, 1, dim), dtype=dtype)
+    num_features = feature_map(one, projection, is_query=False).shape[-1]
+    state = {
+        "sums": ops.zeros((batch, heads, num_features, width), dtype=dtype),
+        "normalizer": ops.zeros((batch, heads, num_features), dtype=dtype),
+        "shift": ops.full(
+            (batch, heads, num_features), chunks.LOG_ZERO, dtype=dtype
+        ),
+        "position": ops.zeros((batch,), dtype="int32"),
+    }
+    if window:
+        size = (batch, 2 * window, heads)
+        state["keys"] = ops.zeros((*size, dim), dtype=dtype)
+        state["values"] = ops.zeros((*size, width), dtype=dtype)
+        state["valid"] = ops.zeros(size[:2], dtype="bool")
+    return state
+
+
+def to_chunks(x, steps, size):
+    """`[B, L, ...]`, filled up with zeros, as `[steps, B, ...]` chunks.
+
+    Heads come before the tokens of a chunk: `[steps, B, H, size, width]`; a
+    mask `[B, L]` becomes `[steps, B, size]`.
+    """
+    shape = ops.shape(x)
+    missing = steps * size - shape[1]
+    filler = ops.zeros((shape[0], missing, *shape[2:]), dtype=x.dtype)
+    x = ops.concatenate([x, filler], axis=1)
+    x = ops.reshape(x, (shape[0], steps, size, *shape[2:]))
+    if len(shape) == 2:
+        return ops.transpose(x, (1, 0, 2))
+    return ops.transpose(x, (1, 0, 3, 2, 4))
+
+
+def from_chunks(x):
+    """`[steps, B, H, size, width]` as `[B, steps * size, H, width]`."""
+    steps, batch, heads, size, width = ops.shape(x)
+    x = ops.transpose(x, (1, 0, 3, 2, 4))
+    return ops.reshape(x, (batch, steps * size, heads, width))
+
+
+def _at_least_one(steps):
+    return max(1, steps) if isinstance(steps, int) else ops.maximum(1, steps)
+
+
+def _carry(state, dtype):
+    """Sums `[B, H, M, F]` and shift `[B, H, 1, M]` of a state."""
+    normalizer = ops.cast(state["normalizer"], dtype)[..., None]
+    sums = [ops.cast(state["sums"], dtype), normalizer]
+    shift = ops.stop_gradient(ops.cast(state["shift"], dtype))
+    return ops.concatenate(sums, axis=-1), shift[:, :, None, :]
+
+
+def _state(carry, position):
+    sums, shift = carry
+    return {
+        "sums": sums[..., :-1],
+        "normalizer": sums[..., -1],
+        "shift": ops.stop_gradient(shift[:, :, 0]),
+        "position": position,
+    }
+
+
+def _held(state, dtype):
+    """Keys, values with ones, and mask of the last two blocks."""
+    valid = ops.cast(state["valid"], dtype)  # [B, 2 W]
+    keep = valid[:, :, None, None]
+    values = chunks.add_ones(ops.cast(state["values"], dtype)) * keep
+    return ops.cast(state["keys"], dtype), values, valid
+
+
+def _align(tokens, held, offset, window, steps):
+    """Tokens on the grid of the absolute position, `[B, steps * W, ...]`.
+
+    Slot s of a row is token s of its last block as long as that has tokens,
+    and a new token after that. Query, key, values and mask; there are no
+    queries for the tokens held.
+    """
+    length = ops.shape(tokens[0])[1]
+    slot = ops.arange(steps * window, dtype="int32")[None, :]
+    token = slot - offset[:, None]  # [B, n], index among the new tokens
+    index = ops.where(token < 0, slot, window + token)
+    index = ops.minimum(index, window + length - 1)
+    inside = ops.cast(token < length, tokens[3].dtype)
+    query = ops.zeros_like(held[0][:, window:])
+    query, key, values, mask = (
+        _gather(ops.concatenate([old, new], axis=1), index)
+        for old, new in zip(
+            (query, *(x[:, window:] for x in held)), tokens
+        )
+    )
+    # Zero beyond the end, where the index above repeats the last token.
+    column = inside[:, :, None, None]
+    return query, key * column, values * column, mask * inside
+
+
+def _gather(x, index):
+    """Elements `index` `[B, N]` along the second axis of `x` `[B, L, ...]`."""
+    index = ops.reshape(index, (*ops.shape(index), *(1,) * (len(x.shape) - 2)))
+    return ops.take_along_axis(x, index, axis=1)

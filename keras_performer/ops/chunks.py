@@ -1,0 +1,331 @@
+"""What the causal scan computes in one chunk: forward and both gradients.
+
+Sizes: `B` batch, `H` heads, `C` tokens of a chunk (with a local window, a
+block of W), `D` key_dim, `M` features, `F` = value_dim + 1, as a column of
+ones rides along with the values and gives the normaliser.
+
+Two kernels share one contract, used by `linear_attention.py`:
+
+- `forward(carry, x)` takes `carry = (sums, shift)` of all earlier chunks and
+  gives it back with this chunk added, and `(output, normaliser, scale,
+  shift before this chunk)`;
+- `forward_gradient(carry, x, grad, scale)` visits the chunks in the same
+  order: the gradients that depend on what came *before*;
+- `backward_gradient(grad_sums, x, grad, scale, shift)` visits them in the
+  opposite order: the gradients that depend on what came *after*.
+
+Both compute the features anew, so that nothing of size L x M is stored.
+`forward_slots` and `backward_slots` say of which elements of `x` they are.
+`grad` is the gradient `[B, H, C, F]` with respect to the output before its
+normalisation, which is in units of `exp(scale)`.
+
+With log features, `sums` is the true sum times `exp(-shift)`, with one shift
+for each feature: the largest logarithm among the keys summed. No stabiliser
+looks at a later token, so that the future never changes the past, not even
+by rounding. Every stabiliser cancels in the output, so that none of them
+has a gradient.
+"""
+
+from typing import Any, NamedTuple
+
+from keras import ops
+
+from keras_performer.ops.scan import vjp
+
+# The logarithm of zero. Finite, so that the difference of two is 0, not NaN.
+LOG_ZERO = -1e30
+
+# Below its floor a normaliser stands for "no key": output and gradient are 0.
+# The stabilisers put the largest weight of a row near 1 in log space. Plain
+# features may change sign and cancel; there the floor keeps the quotient and
+# its gradient (floor ** -2) finite in float32.
+LOG_FLOOR = 1e-30
+PLAIN_FLOOR = 1e-12
+
+
+def add_ones(values):
+    """Values `[..., E]` with the column of ones, `[..., F]`."""
+    return ops.concatenate([values, ops.ones_like(values[..., :1])], axis=-1)
+
+
+def normalize(unnormalized, floor):
+    """Splits `[..., F]` into the output `[..., E]` and its normaliser."""
+    normalizer = unnormalized[..., -1:]
+    empty = ops.abs(normalizer) < floor
+    safe = ops.where(empty, ops.ones_like(normalizer), normalizer)
+    # The numerator is cleared as well, not only divided by 1: an empty row
+    # has output 0 and no gradient, even where its terms underflowed.
+    numerator = unnormalized[..., :-1]
+    numerator = ops.where(empty, ops.zeros_like(numerator), numerator)
+    return numerator / safe, normalizer
+
+
+def normalize_gradient(grad, output, normalizer, floor):
+    """Gradient with respect to what `normalize` split, `[..., F]`."""
+    empty = ops.abs(normalizer) < floor
+    safe = ops.where(empty, ops.ones_like(normalizer), normalizer)
+    last = -ops.sum(grad * output, axis=-1, keepdims=True)
+    grad = ops.concatenate([grad, last], axis=-1) / safe
+    return ops.where(empty, ops.zeros_like(grad), grad)
+
+
+def _outer(a, b):
+    return ops.einsum("bhim,bhjm->bhij", a, b)
+
+
+def _times(weights, rows):
+    return ops.einsum("bhij,bhjf->bhif", weights, rows)
+
+
+def _transposed_times(weights, rows):
+    return ops.einsum("bhij,bhif->bhjf", weights, rows)
+
+
+def _rescale(sums, factor):
+    """`[B, H, M, F]` times one factor for each feature, `[B, H, 1, M]`."""
+    return sums * ops.swapaxes(factor, -1, -2)
+
+
+def _lower_triangle(size):
+    index = ops.arange(size)
+    return index[:, None] >= index[None, :]  # [C, C]
+
+
+def _masked(mask, x, fill):
+    """`x` `[B, H, C, M]` where the keys' mask `[B, C]` is set, else `fill`."""
+    return ops.where(mask[:, None, :, None] > 0, x, fill)
+
+
+class _Kernel:
+    def __init__(self, feature_map, projection):
+        self.feature_map = feature_map
+        self.projection = projection
+        self.log_space = feature_map.log_space
+        self.floor = LOG_FLOOR if self.log_space else PLAIN_FLOOR
+
+    def query_features(self, query):
+        return self.feature_map(query, self.projection, is_query=True)
+
+    def key_features(self, key):
+        return self.feature_map(key, self.projection, is_query=False)
+
+
+class _Terms(NamedTuple):
+    """Factors of a chunk's own part ("near") and of the sums' part ("far").
+
+    Near: weights `near_weight * (near_query @ near_key^T)`. Far: the read-out
+    is `far_query @ sums`; then `sums * decay + far_key^T @ values` is the
+    state after the chunk, in units of `exp(-shift)`.
+    """
+
+    near_query: Any  # [B, H, C, M]
+    near_key: Any  # [B, H, C, M]
+    near_weight: Any  # [B, H, C, C]
+    far_query: Any  # [B, H, C, M]
+    far_key: Any  # [B, H, C, M]
+    decay: Any  # [B, H, 1, M]
+    shift: Any  # [B, H, 1, M]
+    scale: Any  # [B, H, C, 1]
+
+
+class FeatureChunks(_Kernel):
+    """Every key is seen through its features; `x = (query, key, values,
+    mask)`, of `[B, H, C, D]` twice, `[B, H, C, F]` and `[B, C]`."""
+
+    forward_slots = (0,)
+    backward_slots = (1, 2)
+
+    def _terms(self, query, key, mask, shift, scale=None):
+        """Factors from features `[B, H, C, M]` (log features, if so)."""
+        if self.log_space:
+            return self._log_terms(query, key, mask, shift, scale)
+        key = _masked(mask, key, 0.0)
+        earlier = ops.cast(_lower_triangle(ops.shape(query)[2]), query.dtype)
+        return _Terms(
+            near_query=query,
+            near_key=key,
+            near_weight=earlier[None, None],
+            far_query=query,
+            far_key=key,
+            decay=ops.ones_like(shift),
+            shift=shift,
+            scale=ops.zeros_like(query[..., :1]),
+        )
+
+    def _log_terms(self, log_q, log_k, mask, shift, scale):
+        log_k = _masked(mask, log_k, LOG_ZERO)
+        earlier = _lower_triangle(ops.shape(log_q)[2])
+        max_q = ops.max(log_q, axis=-1, keepdims=True)  # [B, H, C, 1]
+        max_k = ops.max(log_k, axis=-1, keepdims=True)  # [B, H, C, 1]
+        largest = ops.where(
+            earlier, ops.swapaxes(max_k, -1, -2), LOG_ZERO
+        )  # [B, H, C, C]
+        if scale is None:
+            scale = ops.maximum(
+                ops.max(log_q + shift, axis=-1, keepdims=True),
+                max_q + ops.max(largest, axis=-1, keepdims=True),
+            )
+        new_shift = ops.maximum(shift, ops.max(log_k, axis=2, keepdims=True))
+        near_weight = ops.exp(max_q - scale + largest)
+        return _Terms(
+            near_query=ops.exp(log_q - max_q),
+            near_key=ops.exp(log_k - max_k),
+            # Selected again: without any valid key, `largest - scale` is 0.
+            near_weight=ops.where(earlier, near_weight, 0.0),
+            far_query=ops.exp(log_q + shift - scale),
+            far_key=ops.exp(log_k - new_shift),
+            decay=ops.exp(shift - new_shift),
+            shift=new_shift,
+            scale=scale,
+        )
+
+    def _chain(self, near, grad_near, far, grad_far):
+        """Gradient of features that served as a near and a far factor.
+
+        Log features went through `exp(features - stabiliser)` in both.
+        """
+        if self.log_space:
+            return near * grad_near + far * grad_far
+        return grad_near + grad_far
+
+    def forward(self, carry, x):
+        (sums, shift), (query, key, values, mask) = carry, x
+        t = self._terms(
+            self.query_features(query), self.key_features(key), mask, shift
+        )
+        weights = t.near_weight * _outer(t.near_query, t.near_key)
+        output, normalizer = normalize(
+            _times(weights, values) + _times(t.far_query, sums), self.floor
+        )
+        sums = _rescale(sums, t.decay) + _transposed_times(t.far_key, values)
+        return (sums, t.shift), (output, normalizer, t.scale, shift)
+
+    def forward_gradient(self, carry, x, grad, scale):
+        """Gradient of the query."""
+        (sums, shift), (query, key, values, mask) = carry, x
+        features, pullback = vjp(self.query_features, query)
+        t = self._terms(features, self.key_features(key), mask, shift, scale)
+        grad_products = t.near_weight * _outer(grad, values)  # [B, H, C, C]
+        grad_features = self._chain(
+            t.near_query,
+            _times(grad_products, t.near_key),
+            t.far_query,
+            _outer(grad, sums),
+        )
+        sums = _rescale(sums, t.decay) + _transposed_times(t.far_key, values)
+        return (sums, t.shift), (pullback(grad_features),)
+
+    def backward_gradient(self, grad_sums, x, grad, scale, shift):
+        """Gradients of the key and of the values."""
+        query, key, values, mask = x
+        features, pullback = vjp(self.key_features, key)
+        t = self._terms(
+            self.query_features(query), features, mask, shift, scale
+        )
+        weights = t.near_weight * _outer(t.near_query, t.near_key)
+        grad_products = t.near_weight * _outer(grad, values)  # [B, H, C, C]
+        grad_features = self._chain(
+            t.near_key,
+            _transposed_times(grad_products, t.near_query),
+            t.far_key,
+            _outer(values, grad_sums),
+        )
+        # What a masked key's features would have changed does not exist.
+        grad_features = _masked(mask, grad_features, 0.0)
+        grad_values = _transposed_times(weights, grad)
+        grad_values += _times(t.far_key, grad_sums)
+        grad_sums = _rescale(grad_sums, t.decay)
+        grad_sums += _transposed_times(t.far_query, grad)
+        return grad_sums, (pullback(grad_features), grad_values)
+
+
+class LocalBlocks(_Kernel):
+    """The own and the previous block are seen exactly, earlier ones through
+    their log features, under one normaliser.
+
+    `x = (query, key, values, mask, previous key, previous values, previous
+    mask, added mask)`. A step ends by adding the previous block to the sums,
+    those of its keys that the added mask selects.
+    """
+
+    forward_slots = (0, 1, 2, 4, 5)
+    backward_slots = (4, 5)
+
+    def _near(self, query, x):
+        """Keys `[B, H, 2 W, D]` of two blocks, which of them each row sees,
+        and their exact scores `[B, H, W, 2 W]`."""
+        key = ops.concatenate([x[4], x[1]], axis=2)
+        mask = ops.concatenate([x[6], x[3]], axis=1)  # [B, 2 W]
+        causal = _lower_triangle(ops.shape(query)[2])
+        seen = ops.concatenate([ops.ones_like(causal), causal], axis=1)
+        seen = ops.logical_and(seen, mask[:, None, None, :] > 0)
+        scores = ops.where(seen, _outer(query, key), LOG_ZERO)
+        return key, seen, scores
+
+    def _added(self, features, mask, shift):
+        """Stabilised features to add, the sums' decay, and the new shift."""
+        log_k = _masked(mask, features, LOG_ZERO)
+        new_shift = ops.maximum(shift, ops.max(log_k, axis=2, keepdims=True))
+        far_key = ops.exp(log_k - new_shift)
+        # Selected again: with no key so far the difference above is 0.
+        far_key = _masked(mask, far_key, 0.0)
+        return far_key, ops.exp(shift - new_shift), new_shift
+
+    def _advance(self, carry, x):
+        """The carry, with the previous block added."""
+        sums, shift = carry
+        far_key, decay, new_shift = self._added(
+            self.key_features(x[4]), x[7], shift
+        )
+        sums = _rescale(sums, decay) + _transposed_times(far_key, x[5])
+        return sums, new_shift
+
+    def forward(self, carry, x):
+        (sums, shift), query = carry, x[0]
+        _, seen, scores = self._near(query, x)
+        log_q = self.query_features(query) + shift
+        scale = ops.maximum(
+            ops.max(scores, axis=-1, keepdims=True),
+            ops.max(log_q, axis=-1, keepdims=True),
+        )
+        weights = ops.where(seen, ops.exp(scores - scale), 0.0)
+        values = ops.concatenate([x[5], x[2]], axis=2)  # [B, H, 2 W, F]
+        output, normalizer = normalize(
+            _times(weights, values) + _times(ops.exp(log_q - scale), sums),
+            self.floor,
+        )
+        return self._advance(carry, x), (output, normalizer, scale, shift)
+
+    def forward_gradient(self, carry, x, grad, scale):
+        """Gradient of the query; those of keys and values seen exactly."""
+        (sums, shift), query = carry, x[0]
+        key, seen, scores = self._near(query, x)
+        values = ops.concatenate([x[5], x[2]], axis=2)  # [B, H, 2 W, F]
+        weights = ops.where(seen, ops.exp(scores - scale), 0.0)
+        grad_scores = weights * _outer(grad, values)  # [B, H, W, 2 W]
+        features, pullback = vjp(self.query_features, query)
+        far_query = ops.exp(features + shift - scale)
+        grad_query = _times(grad_scores, key)
+        grad_query += pullback(far_query * _outer(grad, sums))
+        grad_key = _transposed_times(grad_scores, query)
+        grad_values = _transposed_times(weights, grad)
+        size = ops.shape(query)[2]
+        gradients = (
+            grad_query,
+            grad_key[:, :, size:],
+            grad_values[:, :, size:],
+            grad_key[:, :, :size],
+            grad_values[:, :, :size],
+        )
+        return self._advance(carry, x), gradients
+
+    def backward_gradient(self, grad_sums, x, grad, scale, shift):
+        """Gradients of the previous block's keys and values, as added."""
+        features, pullback = vjp(self.key_features, x[4])
+        far_key, decay, _ = self._added(features, x[7], shift)
+        grad_features = far_key * _outer(x[5], grad_sums)
+        grad_values = _times(far_key, grad_sums)
+        log_q = self.query_features(x[0]) + shift
+        grad_sums = _rescale(grad_sums, decay)
+        grad_sums += _transposed_times(ops.exp(log_q - scale), grad)
+        return grad_sums, (pullback(grad_features), grad_values)

@@ -1,0 +1,438 @@
+"""Attention in linear time: bidirectional, and causal by a chunked scan.
+
+Tensors at the door are `[B, L, H, D]`: batch, length, heads, width.
+"""
+
+from keras import ops
+
+from keras_performer.ops import causal as causal_scan
+from keras_performer.ops import chunks
+
+# Tokens per chunk of the causal scan, where nobody asked for another number:
+# long enough for large products, short against the C^2 part of a chunk.
+DEFAULT_CHUNK_SIZE = 128
+
+
+class _Given:
+    """Stands for a feature map where features, not vectors, come in."""
+
+    log_space = False
+
+    def __call__(self, x, projection=None, is_query=True):
+        return x
+
+
+def linear_attention(q_features, k_features, v, key_mask=None):
+    """Bidirectional attention from given features, in linear time.
+
+    Row i of the output is `sum_j (f_i.g_j) v_j / sum_j (f_i.g_j)` over the
+    keys j that the mask keeps: Equation 4 of
+    [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794).
+
+    Args:
+        q_features: Features of the queries, shape `(B, L, H, M)`.
+        k_features: Features of the keys, shape `(B, S, H, M)`.
+        v: Values of shape `(B, S, H, E)`.
+        key_mask: Optional mask of shape `(B, S)`; true or nonzero keeps a
+            key. A masked key is left out of numerator and denominator.
+
+    Returns:
+        Tensor of shape `(B, L, H, E)` and the dtype of `v`, computed in
+        float32 (float64 if `v` is float64). A row without any key is 0, as
+        is a row whose weights sum to less than 1e-12 in magnitude.
+
+    Raises:
+        ValueError: If the shapes do not fit together.
+    """
+    return kernel_attention(
+        q_features, k_features, v, key_mask, feature_map=_Given()
+    )
+
+
+def causal_linear_attention(
+    q_features,
+    k_features,
+    v,
+    key_mask=None,
+    *,
+    chunk_size=None,
+    initial_state=None,
+    return_state=False,
+):
+    """Causal attention from given features, in linear time.
+
+    As `linear_attention`, with the sums over the keys `j <= i`. See
+    `causal_kernel_attention` for the arguments, the state and the errors;
+    that function also computes the features chunk by chunk, so that they are
+    never stored.
+
+    Args:
+        q_features: Features of the queries, shape `(B, L, H, M)`.
+        k_features: Features of the keys, shape `(B, L, H, M)`.
+        v: Values of shape `(B, L, H, E)`.
+        key_mask: Optional mask of shape `(B, L)`; true keeps a key.
+        chunk_size: Tokens per chunk; changes the speed, not the result.
+        initial_state: State of all tokens before these.
+        return_state: Whether to return the state after these tokens too.
+
+    Returns:
+        Tensor of shape `(B, L, H, E)`, or that and the state.
+    """
+    return causal_kernel_attention(
+        q_features,
+        k_features,
+        v,
+        key_mask,
+        feature_map=_Given(),
+        chunk_size=chunk_size,
+        initial_state=initial_state,
+        return_state=return_state,
+    )
+
+
+def kernel_attention(
+    query, key, value, key_mask=None, *, feature_map, projection=None
+):
+    """Bidirectional attention through a feature map, in linear time.
+
+    Args:
+        query: Queries of shape `(B, L, H, D)`, times `D ** -0.25`.
+        key: Keys of shape `(B, S, H, D)`, times `D ** -0.25`.
+        value: Values of shape `(B, S, H, E)`.
+        key_mask: Optional mask of shape `(B, S)`; true or nonzero keeps a
+            key. A masked key is left out of numerator and denominator.
+        feature_map: A `FeatureMap`, or any function of `(x, projection,
+            is_query)` from `(B, H, N, D)` to `(B, H, N, M)` with an attribute
+            `log_space`, true if it gives logarithms of positive features.
+        projection: Tensor handed to the feature map.
+
+    Returns:
+        Tensor of shape `(B, L, H, E)` and the dtype of `value`, computed in
+        float32 (float64 for float64). A row without any key is 0.
+
+    Raises:
+        ValueError: If the shapes do not fit together.
+    """
+    dtype = value.dtype
+    _check_shapes(query, key, value, key_mask)
+    query, key, value, mask = _prepare(query, key, value, key_mask)
+    projection = _core_cast(projection, query)
+    heads_first = (0, 2, 1, 3)
+    query = ops.transpose(query, heads_first)  # [B, H, L, D]
+    key = ops.transpose(key, heads_first)  # [B, H, S, D]
+    values = ops.transpose(value, heads_first)  # [B, H, S, F]
+    features_q = feature_map(query, projection, is_query=True)
+    features_k = feature_map(key, projection, is_query=False)
+    mask = mask[:, None, :, None] > 0
+    floor = chunks.PLAIN_FLOOR
+    if feature_map.log_space:
+        floor = chunks.LOG_FLOOR
+        log_k = ops.where(mask, features_k, chunks.LOG_ZERO)
+        # One shift for each feature, moved into the query, where one for each
+        # row then cancels: no weight of any row is lost to underflow.
+        shift = ops.stop_gradient(ops.max(log_k, axis=2, keepdims=True))
+        features_k = ops.exp(log_k - shift)  # [B, H, S, M]
+        log_q = features_q + shift
+        features_q = ops.exp(
+            log_q
+            - ops.stop_gradient(ops.max(log_q, axis=-1, keepdims=True))
+        )  # [B, H, L, M]
+    features_k = ops.where(mask, features_k, 0.0)
+    sums = ops.einsum("bhjm,bhjf->bhmf", features_k, values)
+    output = ops.einsum("bhim,bhmf->bhif", features_q, sums)
+    output, _ = chunks.normalize(output, floor)  # [B, H, L, E]
+    return ops.cast(ops.transpose(output, heads_first), dtype)
+
+
+def causal_kernel_attention(
+    query,
+    key,
+    value,
+    key_mask=None,
+    *,
+    feature_map,
+    projection=None,
+    local_window=0,
+    chunk_size=None,
+    initial_state=None,
+    return_state=False,
+):
+    """Causal attention through a feature map, in linear time and memory.
+
+    The prefix sums of Section 2.5.1 and Appendix B.1 of
+    [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794), computed as
+    a scan over chunks. Features are computed in the chunk and anew in the
+    gradient; memory is `O(L (D + E) + M E)` for each head.
+
+    With a local window W, positions form blocks of W. A query sees its own
+    and the previous block through the exact kernel `exp(x.y)` and earlier
+    blocks through features, under one normaliser. Up to 2 W tokens that is
+    exact softmax attention.
+
+    Args:
+        query: Queries of shape `(B, L, H, D)`, times `D ** -0.25`.
+        key: Keys of the same shape, times `D ** -0.25`.
+        value: Values of shape `(B, L, H, E)`.
+        key_mask: Optional mask of shape `(B, L)`; true or nonzero keeps a
+            key. A masked key is left out of numerator and denominator; it
+            still takes its position on the grid of the local window.
+        feature_map: A `FeatureMap`; see `kernel_attention`.
+        projection: Tensor handed to the feature map.
+        local_window: W, an integer; 0 for none. Needs log features.
+        chunk_size: Tokens for each step of the scan; it changes the speed,
+            never the result. `None`: 128. With a local window it is rounded
+            down to whole blocks, and at least one.
+        initial_state: State of all tokens before these, as returned; `None`
+            for none. It is not changed.
+        return_state: Whether to return the state after these tokens too.
+
+    Returns:
+        Tensor of shape `(B, L, H, E)` and the dtype of `value`, computed in
+        float32 (float64 for float64). A row without any key is 0. With
+        `return_state` also the state, a flat dict: `"sums"` `(B, H, M, E)`,
+        `"normalizer"` `(B, H, M)`, the stabiliser `"shift"` `(B, H, M)` of
+        both, and `"position"` `(B,)`, int32, the number of tokens so far.
+        With a local window also `"keys"` `(B, 2 W, H, D)`, `"values"`
+        `(B, 2 W, H, E)` and `"valid"` `(B, 2 W)` of the last two blocks.
+
+    Raises:
+        ValueError: If the shapes do not fit together, if L and S differ, or
+            if a local window is asked of a map without log features.
+    """
+    dtype = value.dtype
+    _check_shapes(query, key, value, key_mask)
+    _check_causal(query, key, feature_map, local_window, chunk_size)
+    query, key, values, mask = _prepare(query, key, value, key_mask)
+    projection = _core_cast(projection, query)
+    arguments = (query, key, values, mask, feature_map, projection)
+    if local_window:
+        output, state = causal_scan.local_attention(
+            *arguments,
+            window=local_window,
+            blocks_per_step=max(1, (chunk_size or 1) // local_window),
+            state=initial_state,
+            return_state=return_state,
+        )
+    else:
+        output, state = causal_scan.chunked_attention(
+            *arguments,
+            chunk_size=chunk_size or DEFAULT_CHUNK_SIZE,
+            state=initial_state,
+        )
+    output = ops.cast(output, dtype)
+    return (output, state) if return_state else output
+
+
+def exact_attention(query, key, value, key_mask=None, causal=False):
+    """Softmax attention, quadratic in the length.
+
+    Through `keras.ops.dot_product_attention`, except that a row without any
+    valid key gives 0.
+
+    Args:
+        query: Queries of shape `(B, L, H, D)`, not scaled.
+        key: Keys of shape `(B, S, H, D)`.
+        value: Values of shape `(B, S, H, E)`.
+        key_mask: Optional mask of shape `(B, S)`; true or nonzero keeps a
+            key.
+        causal: Whether query i sees keys `j <= i` only; needs `L == S`.
+
+    Returns:
+        Tensor of shape `(B, L, H, E)` and the dtype of `value`.
+
+    Raises:
+        ValueError: If the shapes do not fit together.
+    """
+    _check_shapes(query, key, value, key_mask)
+    if causal:
+        _check_equal_lengths(query, key)
+    seen = _seen(query, key, key_mask, causal)  # [B or 1, 1, L, S]
+    if key_mask is None:
+        return ops.dot_product_attention(query, key, value, mask=seen)
+    keep = ops.cast(key_mask, "bool")[:, :, None, None]
+    # Selected, not only masked: a masked value may be infinite.
+    output = ops.dot_product_attention(
+        query,
+        ops.where(keep, key, ops.zeros_like(key)),
+        ops.where(keep, value, ops.zeros_like(value)),
+        mask=seen,
+    )
+    some = ops.transpose(ops.any(seen, axis=-1, keepdims=True), (0, 2, 1, 3))
+    return ops.where(some, output, ops.zeros_like(output))
+
+
+def attention_scores(
+    query,
+    key,
+    key_mask=None,
+    *,
+    feature_map=None,
+    projection=None,
+    causal=False,
+    local_window=0,
+):
+    """The matrix that the attention functions apply without forming it.
+
+    For looking and for tests: it costs O(L S) memory.
+
+    Args:
+        query: Queries of shape `(B, L, H, D)`, times `D ** -0.25`.
+        key: Keys of shape `(B, S, H, D)`, times `D ** -0.25`.
+        key_mask: Optional mask of shape `(B, S)`; true or nonzero keeps a
+            key.
+        feature_map: A `FeatureMap`, or `None` for the exact kernel.
+        projection: Tensor handed to the feature map.
+        causal: Whether query i sees keys `j <= i` only; needs `L == S`.
+        local_window: W as in `causal_kernel_attention`, with `causal`.
+
+    Returns:
+        Tensor of shape `(B, H, L, S)`, float32 (float64 for float64). Each
+        row sums to 1, or is 0 where there is no key.
+
+    Raises:
+        ValueError: If the shapes do not fit together.
+    """
+    _check_shapes(query, key, key, key_mask)
+    if causal:
+        _check_equal_lengths(query, key)
+    query, key, _, _ = _prepare(query, key, key, key_mask)
+    projection = _core_cast(projection, query)
+    seen = _seen(query, key, key_mask, causal)
+    query = ops.transpose(query, (0, 2, 1, 3))  # [B, H, L, D]
+    key = ops.transpose(key, (0, 2, 1, 3))  # [B, H, S, D]
+    exact = ops.einsum("bhid,bhjd->bhij", query, key)
+    if feature_map is None:
+        return _masked_softmax(exact, seen)
+    features_q = feature_map(query, projection, is_query=True)
+    features_k = feature_map(key, projection, is_query=False)
+    if not feature_map.log_space:
+        weights = ops.einsum("bhim,bhjm->bhij", features_q, features_k)
+        if seen is not None:
+            weights = ops.where(seen, weights, 0.0)
+        total = ops.sum(weights, axis=-1, keepdims=True)
+        weights = ops.concatenate([weights, total], axis=-1)
+        return chunks.normalize(weights, chunks.PLAIN_FLOOR)[0]
+    max_q = ops.max(features_q, axis=-1, keepdims=True)  # [B, H, L, 1]
+    max_k = ops.max(features_k, axis=-1, keepdims=True)  # [B, H, S, 1]
+    products = ops.einsum(
+        "bhim,bhjm->bhij",
+        ops.exp(features_q - max_q),
+        ops.exp(features_k - max_k),
+    )
+    scores = ops.log(ops.maximum(products, 1e-37))
+    scores = scores + max_q + ops.swapaxes(max_k, -1, -2)
+    if local_window:
+        block = ops.arange(ops.shape(query)[2]) // local_window
+        near = block[None, :] >= block[:, None] - 1
+        scores = ops.where(near, exact, scores)
+    return _masked_softmax(scores, seen)
+
+
+def _masked_softmax(scores, seen):
+    if seen is None:
+        return ops.softmax(scores, axis=-1)
+    scores = ops.where(seen, scores, chunks.LOG_ZERO)
+    return ops.where(seen, ops.softmax(scores, axis=-1), 0.0)
+
+
+def _seen(query, key, key_mask, causal):
+    """Which keys each query sees, `[B or 1, 1, L, S]`; `None` for all."""
+    seen = None
+    if causal:
+        index = ops.arange(ops.shape(query)[1])
+        seen = (index[:, None] >= index[None, :])[None, None]
+    if key_mask is not None:
+        mask = ops.cast(key_mask, "bool")[:, None, None, :]
+        if seen is None:
+            index = ops.zeros((1, 1, ops.shape(query)[1], 1), dtype="bool")
+            return ops.logical_or(index, mask)
+        seen = ops.logical_and(seen, mask)
+    return seen
+
+
+def _prepare(query, key, value, key_mask):
+    """Core dtype, values with ones, and a mask `[B, S]` of that dtype.
+
+    Masked keys and values become 0, so that whatever stood there (NaN
+    included) reaches neither the output nor a gradient.
+    """
+    dtype = "float64" if value.dtype == "float64" else "float32"
+    query, key, value = (ops.cast(x, dtype) for x in (query, key, value))
+    values = chunks.add_ones(value)
+    if key_mask is None:
+        return query, key, values, ops.ones(ops.shape(key)[:2], dtype=dtype)
+    mask = ops.cast(ops.cast(key_mask, "bool"), dtype)
+    keep = mask[:, :, None, None] > 0
+    key = ops.where(keep, key, ops.zeros_like(key))
+    values = ops.where(keep, values, ops.zeros_like(values))
+    return query, key, values, mask
+
+
+def _core_cast(projection, like):
+    if projection is None:
+        return None
+    return ops.stop_gradient(ops.cast(projection, like.dtype))
+
+
+def _differ(a, b):
+    return a is not None and b is not None and a != b
+
+
+def _check_shapes(query, key, value, key_mask):
+    shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
+    for name, shape in shapes.items():
+        if len(shape) != 4:
+            raise ValueError(
+                f"Received an invalid value for argument `{name}`, expected "
+                "a tensor of shape (batch, length, heads, width). Received: "
+                f"{name}.shape={tuple(shape)}"
+            )
+    q, k, v = (tuple(shape) for shape in shapes.values())
+    if (
+        _differ(q[0], k[0])
+        or _differ(q[2], k[2])
+        or _differ(q[3], k[3])
+        or any(_differ(a, b) for a, b in zip(k[:3], v[:3]))
+    ):
+        raise ValueError(
+            "Queries and keys must agree in batch, heads and width, keys and "
+            "values in batch, length and heads. Received: "
+            f"query.shape={q}, key.shape={k}, value.shape={v}"
+        )
+    if key_mask is None:
+        return
+    mask = tuple(key_mask.shape)
+    if len(mask) != 2 or any(_differ(a, b) for a, b in zip(mask, k[:2])):
+        raise ValueError(
+            "Received an invalid value for argument `key_mask`, expected "
+            "shape (batch, key length). Received: "
+            f"key_mask.shape={mask} for key.shape={k}"
+        )
+
+
+def _check_equal_lengths(query, key):
+    if _differ(query.shape[1], key.shape[1]):
+        raise ValueError(
+            "Causal attention needs queries and keys of equal length, as "
+            "query i sees keys j <= i. Received: query length "
+            f"{query.shape[1]} and key length {key.shape[1]}"
+        )
+
+
+def _check_causal(query, key, feature_map, local_window, chunk_size):
+    _check_equal_lengths(query, key)
+    if local_window and not feature_map.log_space:
+        raise ValueError(
+            "Received an invalid value for argument `local_window`, expected "
+            "0 for a feature map that does not give logarithms of features "
+            f"of the softmax kernel. Received: local_window={local_window}"
+        )
+    for name, value, least in (
+        ("local_window", local_window, 0),
+        ("chunk_size", chunk_size, 1),
+    ):
+        if value is not None and value < least:
+            raise ValueError(
+                f"Received an invalid value for argument `{name}`, expected "
+                f"an integer of at least {least}. Received: {name}={value}"
+            )

@@ -1,0 +1,112 @@
+"""The one place that knows the backend.
+
+`chunk_scan` runs a step over the leading axis of its inputs with a trip
+count that is known when the loop starts; `vjp` differentiates a small
+function (a feature map on one chunk) inside such a step. `keras.ops.scan`
+and `keras.ops.fori_loop` are not used: on TensorFlow the first loses
+elements when its outputs differ from its carry in structure, and neither
+has a gradient under XLA.
+"""
+
+import keras
+from keras import ops
+
+
+def chunk_scan(
+    step, carry, xs, length, num_outputs, reverse=False, unroll=1
+):
+    """Scans `step` over the leading axis of `xs`.
+
+    Args:
+        step: Function `(carry, x) -> (carry, y)`; `carry`, `x` and `y` are
+            tuples of tensors. The carry keeps its shapes and dtypes.
+        carry: Tuple of tensors, the first carry.
+        xs: Tuple of tensors `(length, ...)`.
+        length: Number of steps, at least 1: an integer or a scalar integer
+            tensor.
+        num_outputs: Length of `y`; its tensors have the dtype of `xs[0]`.
+        reverse: Whether to visit the last element first. Outputs are stored
+            at the index of the element that they come from.
+        unroll: Steps per iteration of the loop; `length` is a multiple of
+            it.
+
+    Returns:
+        The last carry, and a tuple of tensors `(length, ...)`, one for each
+        element of `y`.
+    """
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.lax.scan(
+            step, carry, xs, reverse=reverse, unroll=min(unroll, length)
+        )
+    return _tensorflow_chunk_scan(
+        step, carry, xs, length, num_outputs, reverse, unroll
+    )
+
+
+def _tensorflow_chunk_scan(
+    step, carry, xs, length, num_outputs, reverse, unroll
+):
+    import tensorflow as tf
+
+    shapes = [x.shape for x in carry]
+    arrays = tuple(
+        tf.TensorArray(xs[0].dtype, size=length) for _ in range(num_outputs)
+    )
+    trips = length // unroll
+
+    def body(trip, carry, arrays):
+        for offset in range(unroll):
+            index = trip * unroll + offset
+            if reverse:
+                index = length - 1 - index
+            carry, y = step(carry, tuple(x[index] for x in xs))
+            arrays = tuple(a.write(index, o) for a, o in zip(arrays, y))
+        # A dynamic batch loses static sizes on the way through the body; a
+        # while loop insists on getting back the shapes it gave.
+        for x, shape in zip(carry, shapes):
+            x.set_shape(shape)
+        return trip + 1, carry, arrays
+
+    _, carry, arrays = tf.while_loop(
+        lambda trip, *_: trip < trips,
+        body,
+        (tf.constant(0), carry, arrays),
+        parallel_iterations=1,
+        maximum_iterations=trips,
+    )
+    return carry, tuple(a.stack() for a in arrays)
+
+
+def vjp(function, x):
+    """Value of `function` at `x`, and its derivative's transpose there.
+
+    Args:
+        function: Function from one tensor to one tensor.
+        x: Tensor.
+
+    Returns:
+        `function(x)`, and a function that takes a tensor of that shape to
+        the gradient with respect to `x`, of the shape of `x`.
+    """
+    if keras.backend.backend() == "jax":
+        import jax
+
+        value, pullback = jax.vjp(function, x)
+        return value, lambda cotangent: pullback(cotangent)[0]
+    import tensorflow as tf
+
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(x)
+        value = function(x)
+
+    def pullback(cotangent):
+        return tape.gradient(
+            value,
+            x,
+            output_gradients=cotangent,
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        )
+
+    return value, pullback
