@@ -1,0 +1,1 @@
+"""Pipelines that train Performers on real data, one folder a task."""

@@ -1,0 +1,1 @@
+"""A causal Performer language model on books (PG-19) or any other text."""

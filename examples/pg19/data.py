@@ -1,0 +1,454 @@
+"""Books as windows of token ids, read and tokenised inside tf.data.
+
+A window is a pair (x, y) of ids `[sequence_length]`, int32. y holds the
+tokens to predict and x the same tokens one place later, after id 0:
+`x[0] == 0` and `x[t + 1] == y[t]`. Id 0 starts every window and ends every
+document; it also pads, where a weight of 0 says so.
+"""
+
+import csv
+import os
+
+import tensorflow as tf
+import tensorflow_text as tf_text
+
+from examples import common
+
+SPLITS = ("train", "validation", "test")
+
+# WordPiece drops white space, so it is spelled out before: a space as a mark
+# at the start of its word, as SentencePiece does, a line break as a word.
+_SPACE, _NEWLINE = "\u2581", "\u23ce"
+_RESERVED = ["[DOC]", "[UNK]"]
+_WORDS = {"lower_case": False}
+
+
+class Document:
+    """One text: a file, or a string already in memory.
+
+    Args:
+        name: string, the book's id.
+        title: string, for people.
+        path: file of UTF-8 text. None with `data`.
+        data: bytes, UTF-8. None with `path`.
+
+    Attributes:
+        num_bytes: int, length of the text.
+    """
+
+    def __init__(self, name, title, path=None, data=None):
+        self.name = name
+        self.title = title
+        self.path = path
+        self.data = data
+        self.num_bytes = len(self.text().encode("utf-8"))
+
+    def text(self):
+        """The whole text as a string.
+
+        Raises:
+            examples.common.UserError: the file is not UTF-8.
+        """
+        data = self.data
+        if data is None:
+            with open(self.path, "rb") as file:
+                data = file.read()
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise common.UserError(
+                f"{self.path or self.name} is not UTF-8 text: byte "
+                f"{data[error.start]:#04x} at offset {error.start}. Convert "
+                "it first, for instance with iconv."
+            ) from None
+
+    def num_words(self):
+        """Words by white space: the unit of PG-19's perplexity."""
+        return len(self.text().split())
+
+
+def load(data_dir, split):
+    """The documents of one split.
+
+    Args:
+        data_dir: folder in PG-19's layout, `<split>/<id>.txt` and (if there
+            is one) `metadata.csv` without a header: id, title, year, url.
+            None: Python's own documentation.
+        split: "train", "validation" or "test".
+
+    Returns:
+        List of `Document`, in the order of their names.
+
+    Raises:
+        examples.common.UserError: the folder or the split is missing or
+            empty, a text is not UTF-8, or metadata.csv has another shape.
+    """
+    if data_dir is None:
+        return _python_documentation(split)
+    if not os.path.isdir(data_dir):
+        raise common.UserError(f"--data_dir: there is no folder {data_dir}")
+    folder = os.path.join(data_dir, split)
+    if not os.path.isdir(folder):
+        raise common.UserError(
+            f"--data_dir: there is no folder {folder}. Expected the folders "
+            f"{', '.join(SPLITS)} with one <id>.txt a book."
+        )
+    titles = _titles(os.path.join(data_dir, "metadata.csv"))
+    documents = []
+    for file in sorted(os.listdir(folder)):
+        name, extension = os.path.splitext(file)
+        if extension == ".txt":
+            path = os.path.join(folder, file)
+            documents.append(Document(name, titles.get(name, name), path))
+    if not sum(document.num_bytes for document in documents):
+        raise common.UserError(
+            f"--data_dir: there is no text in {folder}. Expected files "
+            "<id>.txt."
+        )
+    return documents
+
+
+def _titles(path):
+    """Book id -> title, from metadata.csv; empty without the file."""
+    if not os.path.exists(path):
+        return {}
+    titles = {}
+    with open(path, newline="", encoding="utf-8") as file:
+        try:
+            for line, row in enumerate(csv.reader(file), start=1):
+                if len(row) != 4:
+                    raise common.UserError(
+                        f"{path}, line {line}: expected id, title, year, url. "
+                        f"Received: {len(row)} fields"
+                    )
+                titles[row[0]] = row[1]
+        except UnicodeDecodeError:
+            raise common.UserError(f"{path} is not UTF-8 text.") from None
+    return titles
+
+
+def _python_documentation(split):
+    """The topics of Python's `help()`, split 8 : 1 : 1 by topic.
+
+    Some topics repeat others word for word. They are left out: otherwise the
+    validation text would stand in the training text.
+    """
+    from pydoc_data import topics
+
+    seen = set()
+    kept = []
+    for name, text in sorted(
+        topics.topics.items(), key=lambda topic: (-len(topic[1]), topic[0])
+    ):
+        # Short lines (rules, blank lines) recur everywhere.
+        lines = [line for line in text.split("\n") if len(line) > 20]
+        new = sum(line not in seen for line in lines)
+        seen.update(lines)
+        if 2 * new > len(lines):
+            kept.append(Document(name, name, data=text.encode("utf-8")))
+    # By length, so that each split has long and short topics.
+    place = {"validation": 4, "test": 8}
+    chosen = [
+        document
+        for rank, document in enumerate(kept)
+        if (rank % 10 == place[split] if split in place
+            else rank % 10 not in place.values())
+    ]
+    return sorted(chosen, key=lambda document: document.name)
+
+
+class ByteTokenizer:
+    """Id = byte + 1; nothing is unknown and nothing is lost."""
+
+    vocabulary_size = 257
+    unknown_id = None
+    bytes_per_token = None
+
+    def __init__(self):
+        self._splitter = tf_text.ByteSplitter()
+
+    def tokenize(self, texts):
+        """Strings `[N]` -> ragged int32 ids `[N, (length)]`."""
+        return tf.cast(self._splitter.split(texts), tf.int32) + 1
+
+    def detokenize(self, ids):
+        """Sequence of ids -> string; id 0 is nothing."""
+        data = bytes(int(i) - 1 for i in ids if i > 0)
+        return data.decode("utf-8", errors="replace")
+
+
+class WordPieceTokenizer:
+    """WordPiece over words that carry their own white space.
+
+    Lossless for text of known letters, spaces and line breaks. Other control
+    characters vanish; words with unknown letters become `[UNK]`.
+
+    Args:
+        pieces: list of strings, the vocabulary in the order of its ids.
+
+    Attributes:
+        bytes_per_token: list of int, the UTF-8 bytes that each id stands for;
+            0 for `[UNK]`, whose text is not known.
+    """
+
+    def __init__(self, pieces):
+        self._pieces = list(pieces)
+        self.vocabulary_size = len(self._pieces)
+        self.unknown_id = 1
+        self.bytes_per_token = [
+            len(self._spell(piece).encode("utf-8")) for piece in self._pieces
+        ]
+        table = tf.lookup.StaticVocabularyTable(
+            tf.lookup.KeyValueTensorInitializer(
+                self._pieces, tf.range(len(self._pieces), dtype=tf.int64)
+            ),
+            num_oov_buckets=1,
+        )
+        self._tokenizer = tf_text.BertTokenizer(
+            table,
+            token_out_type=tf.int32,
+            unknown_token=_RESERVED[1],
+            **_WORDS,
+        )
+
+    def tokenize(self, texts):
+        """Strings `[N]` -> ragged int32 ids `[N, (length)]`."""
+        ids = self._tokenizer.tokenize(_mark_white_space(texts))
+        return ids.merge_dims(1, 2)
+
+    def detokenize(self, ids):
+        """Sequence of ids -> string; reserved ids are nothing."""
+        return "".join(self._spell(self._pieces[int(i)]) for i in ids)
+
+    def _spell(self, piece):
+        if piece in _RESERVED:
+            return ""
+        text = piece.removeprefix("##")
+        return text.replace(_SPACE, " ").replace(_NEWLINE, "\n")
+
+    @classmethod
+    def read(cls, path, vocabulary_size):
+        """Reads a vocabulary file: one piece a line, in the order of ids.
+
+        Raises:
+            examples.common.UserError: no such file, not one of `write`, or
+                more than `vocabulary_size` pieces.
+        """
+        try:
+            with open(path, encoding="utf-8") as file:
+                pieces = file.read().split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise common.UserError(
+                f"--vocabulary: cannot read {path}: {error}"
+            ) from None
+        if pieces[-1] == "":
+            pieces.pop()
+        if pieces[:2] != _RESERVED or len(set(pieces)) != len(pieces):
+            raise common.UserError(
+                f"--vocabulary: {path} is not a vocabulary of this example. "
+                f"Expected one piece a line, each once, the first two "
+                f"{' and '.join(_RESERVED)}."
+            )
+        if len(pieces) > vocabulary_size:
+            raise common.UserError(
+                f"--vocabulary: {path} holds {len(pieces)} pieces, more than "
+                f"--vocabulary_size={vocabulary_size}."
+            )
+        return cls(pieces)
+
+    @classmethod
+    def learn(cls, documents, vocabulary_size, max_bytes=20_000_000):
+        """Learns a vocabulary with TensorFlow Text's own tool.
+
+        Args:
+            documents: list of `Document`.
+            vocabulary_size: int, the most pieces, the reserved ones included.
+            max_bytes: int. The tool counts words in Python, so no document is
+                begun after this many bytes.
+        """
+        from tensorflow_text.tools.wordpiece_vocab import (
+            bert_vocab_from_dataset,
+        )
+
+        sample, total = [], 0
+        for document in documents:
+            if total >= max_bytes:
+                break
+            sample.append(document)
+            total += document.num_bytes
+        pieces = bert_vocab_from_dataset.bert_vocab_from_dataset(
+            _texts(sample).map(lambda text: _mark_white_space([text])),
+            vocab_size=vocabulary_size,
+            reserved_tokens=_RESERVED,
+            bert_tokenizer_params=_WORDS,
+        )
+        return cls(pieces[:vocabulary_size])
+
+    def write(self, path):
+        """Writes the vocabulary as plain text, one piece a line."""
+        with open(path, "w", encoding="utf-8", newline="\n") as file:
+            file.writelines(piece + "\n" for piece in self._pieces)
+
+
+def _mark_white_space(texts):
+    texts = tf.strings.regex_replace(texts, "\r\n", "\n")
+    texts = tf.strings.regex_replace(texts, " ", f" {_SPACE}")
+    return tf.strings.regex_replace(texts, "\n", f" {_NEWLINE} ")
+
+
+def texts_to_ids(texts, tokenizer, length):
+    """Strings of any length as one dense block; longer ones are cut.
+
+    Args:
+        texts: string tensor `[N]`.
+        tokenizer: one of the tokenizers above.
+        length: int, ids in a row.
+
+    Returns:
+        `(ids, mask)`, both int32 `[N, length]`; the mask is 1 on tokens and
+        0 on the padding, whose id is 0. Works in graph mode.
+    """
+    ids, mask = tf_text.pad_model_inputs(tokenizer.tokenize(texts), length)
+    mask = tf.cast(mask, tf.int32)
+    return tf.ensure_shape(ids, [None, length]), mask
+
+
+def _texts(documents, seed=None):
+    """Dataset of scalar strings, one a document, read when it is needed.
+
+    With a seed, each pass has another order.
+    """
+    in_memory = documents[0].path is None
+    sources = [
+        document.data if in_memory else document.path for document in documents
+    ]
+    dataset = tf.data.Dataset.from_tensor_slices(sources)
+    if seed is not None:
+        dataset = dataset.shuffle(len(sources), seed=seed)
+    return dataset if in_memory else dataset.map(tf.io.read_file)
+
+
+def _tokens(text, tokenizer):
+    """The ids of one document `[n + 1]`, its end mark last."""
+    ids = tokenizer.tokenize(text[tf.newaxis]).values
+    return tf.concat([ids, [0]], axis=0)
+
+
+def _inputs(targets):
+    """Targets `[..., L]` -> inputs: one place later, 0 first."""
+    start = tf.zeros_like(targets[..., :1])
+    return tf.concat([start, targets[..., :-1]], axis=-1)
+
+
+def training_dataset(documents, tokenizer, config):
+    """Endless batches of shuffled windows, the same for the same seed.
+
+    Each pass takes the documents in a new order and starts at a new offset
+    below `sequence_length`, so the windows are cut anew.
+
+    Args:
+        documents: list of `Document`.
+        tokenizer: one of the tokenizers above.
+        config: `config.Config`: `sequence_length`, `batch_size`,
+            `shuffle_windows`, `seed`.
+
+    Returns:
+        `tf.data.Dataset` of `(x, y)`, int32
+        `[batch_size, sequence_length]`, all static.
+
+    Raises:
+        examples.common.UserError: the text is shorter than two windows.
+    """
+    length, seed = config.sequence_length, config.seed
+    total = sum(document.num_bytes for document in documents)
+    # Counting tokens means tokenising; no piece has 50 bytes on average.
+    if total < 100 * length:
+        total = sum(int(tf.size(_tokens(t, tokenizer))) for t in
+                    _texts(documents))
+        if total < 2 * length:
+            raise common.UserError(
+                f"The training text ({total} tokens in {len(documents)} "
+                "documents) is shorter than two windows of "
+                f"--sequence_length={length}."
+            )
+
+    def cut(index, drawn_text):
+        drawn, text = drawn_text
+        tokens = _tokens(text, tokenizer)
+        offset = tf.cast(drawn % length, tf.int32)
+        return tokens[tf.where(index == 0, offset, 0) :]
+
+    draws = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True)
+    texts = _texts(documents, seed)
+    return (
+        tf.data.Dataset.zip(draws, texts)
+        .enumerate()
+        .map(cut)
+        .rebatch(length, drop_remainder=True)
+        .shuffle(config.shuffle_windows, seed=seed)
+        .repeat()
+        .batch(config.batch_size, drop_remainder=True)
+        .map(lambda targets: (_inputs(targets), targets))
+        .prefetch(2)
+    )
+
+
+def evaluation_dataset(documents, tokenizer, config):
+    """Every token of every document exactly once, in order.
+
+    Args:
+        documents: list of `Document`.
+        tokenizer: one of the tokenizers above.
+        config: `config.Config`: `sequence_length`, `batch_size`.
+
+    Returns:
+        `tf.data.Dataset` of `(x, y, weight, document)`. x and y are int32
+        and weight float32, `[batch_size, sequence_length]`; weight is 1 on
+        the document's tokens and its end mark and 0 on padding. `document`
+        is int32 `[batch_size]`, the index in `documents` (0 in rows that are
+        padding throughout). All shapes are static.
+    """
+    length, batch_size = config.sequence_length, config.batch_size
+
+    def windows(index, text):
+        tokens = _tokens(text, tokenizer)
+        size = tf.size(tokens)
+        count = -(-size // length)
+        padding = [[0, count * length - size]]
+        targets = tf.reshape(tf.pad(tokens, padding), [count, length])
+        weight = tf.reshape(
+            tf.pad(tf.ones([size]), padding), [count, length]
+        )
+        document = tf.fill([count], tf.cast(index, tf.int32))
+        return _inputs(targets), targets, weight, document
+
+    def fill(*arrays):
+        missing = batch_size - tf.shape(arrays[0])[0]
+        filled = []
+        for array in arrays:
+            sides = [[0, missing]] + [[0, 0]] * (array.shape.rank - 1)
+            shape = [batch_size] + array.shape[1:].as_list()
+            filled.append(tf.ensure_shape(tf.pad(array, sides), shape))
+        return tuple(filled)
+
+    return (
+        _texts(documents)
+        .enumerate()
+        .map(windows)
+        .rebatch(batch_size)
+        .map(fill)
+        .prefetch(2)
+    )
+
+
+def validation_dataset(documents, tokenizer, config):
+    """`evaluation_dataset` as `model.fit` takes it: `(x, y, weight)`.
+
+    Its cardinality is known: Keras warns of a data set that ends unforeseen.
+    """
+    dataset = evaluation_dataset(documents, tokenizer, config)
+    dataset = dataset.map(lambda x, y, weight, _: (x, y, weight))
+    if config.validation_batches is not None:
+        dataset = dataset.take(config.validation_batches)
+    batches = sum(1 for _ in dataset)
+    return dataset.apply(tf.data.experimental.assert_cardinality(batches))

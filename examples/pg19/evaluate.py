@@ -1,0 +1,295 @@
+"""Bits per byte and word-level perplexity of a saved model on a split.
+
+    python -m examples.pg19.evaluate --model runs/pg19-smoke/best.keras
+
+The model is a `.keras` file or the SavedModel folder of a training run; its
+`config.json` (and `vocabulary.txt`) must still stand beside it.
+"""
+
+import dataclasses
+import math
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import flags
+from keras import ops
+
+from examples import common
+from examples.pg19 import config as configs
+from examples.pg19 import data
+from keras_performer import saving
+
+
+@keras.saving.register_keras_serializable("keras_performer_examples")
+class BitsPerByte(keras.metrics.Metric):
+    """Bits that the model spends on a byte of text: summed loss / bytes.
+
+    Unlike the loss per token it can be compared between tokenizers.
+
+    Args:
+        bytes_per_token: list of int, the bytes behind each id. None: one
+            byte for every id but 0.
+        name: string.
+        dtype: dtype of the sums.
+    """
+
+    def __init__(
+        self, bytes_per_token=None, name="bits_per_byte", dtype=None
+    ):
+        super().__init__(name=name, dtype=dtype)
+        self.bytes_per_token = bytes_per_token
+        self.nats = self.add_variable((), "zeros", name="nats")
+        self.bytes = self.add_variable((), "zeros", name="bytes")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        """Adds a batch.
+
+        Args:
+            y_true: int ids `[B, L]`.
+            y_pred: logits `[B, L, V]`.
+            sample_weight: `[B, L]`, 0 on padding. None: all count.
+        """
+        nats = token_nats(y_true, y_pred)
+        if self.bytes_per_token is None:
+            sizes = ops.not_equal(y_true, 0)
+        else:
+            sizes = ops.take(
+                ops.array(self.bytes_per_token), ops.cast(y_true, "int32")
+            )
+        sizes = ops.cast(sizes, self.dtype)
+        if sample_weight is not None:
+            nats = nats * sample_weight
+            sizes = sizes * sample_weight
+        self.nats.assign_add(ops.cast(ops.sum(nats), self.dtype))
+        self.bytes.assign_add(ops.sum(sizes))
+
+    def result(self):
+        bits = self.nats / math.log(2.0)
+        return ops.divide_no_nan(bits, self.bytes)
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "bytes_per_token": self.bytes_per_token,
+        }
+
+
+def token_nats(y_true, logits):
+    """-log p of each token: ids `[B, L]`, logits `[B, L, V]` -> `[B, L]`."""
+    return ops.sparse_categorical_crossentropy(
+        y_true, ops.cast(logits, "float32"), from_logits=True
+    )
+
+
+@dataclasses.dataclass
+class Score:
+    """What a model spends on a text.
+
+    Args:
+        name: string, a book's id or "all".
+        title: string.
+        nats: float, summed -log p of all tokens and end marks.
+        bytes: int, length of the text in UTF-8.
+        words: int, its words by white space.
+        unknown: int, tokens that stand for unknown words. The model did not
+            spell them out: with many of them the score flatters.
+    """
+
+    name: str
+    title: str
+    nats: float
+    bytes: int
+    words: int
+    unknown: int = 0
+
+    @property
+    def bits_per_byte(self):
+        """Float; nan for a text without bytes."""
+        if not self.bytes:
+            return math.nan
+        return self.nats / math.log(2.0) / self.bytes
+
+    @property
+    def word_perplexity(self):
+        """exp(nats / words), PG-19's measure; nan without words."""
+        if not self.words:
+            return math.nan
+        # An untrained model on long words may leave the range of a float.
+        per_word = self.nats / self.words
+        return math.exp(per_word) if per_word < 700 else math.inf
+
+
+def score(model, documents, tokenizer, config, verbose=1):
+    """Scores a model on documents.
+
+    Each window is predicted from its own start: the first tokens of a window
+    have no context, so longer windows score better.
+
+    Args:
+        model: callable, ids `[batch_size, L]` -> logits `[batch_size, L, V]`.
+        documents: list of `data.Document`.
+        tokenizer: the tokenizer that the model was trained with.
+        config: `config.Config`.
+        verbose: 1 shows a progress bar of bytes, 0 nothing.
+
+    Returns:
+        List of `Score`, one a document, and the `Score` of all.
+    """
+
+    @tf.function(jit_compile=config.jit_compile)
+    def window_nats(x, y, weight):
+        return ops.sum(token_nats(y, model(x)) * weight, axis=-1)
+
+    nats = np.zeros(len(documents))
+    unknown = np.zeros(len(documents), "int64")
+    total = sum(document.num_bytes for document in documents)
+    bar = keras.utils.Progbar(
+        -(-total // 1000), unit_name="kB", verbose=verbose
+    )
+    sizes = np.array(
+        tokenizer.bytes_per_token or [0] + [1] * (tokenizer.vocabulary_size - 1)
+    )
+    done = 0
+    for x, y, weight, index in data.evaluation_dataset(
+        documents, tokenizer, config
+    ):
+        np.add.at(nats, index, window_nats(x, y, weight).numpy())
+        if tokenizer.unknown_id is not None:
+            found = (y.numpy() == tokenizer.unknown_id).sum(axis=-1)
+            np.add.at(unknown, index, found)
+        done += int((sizes[y.numpy()] * weight.numpy()).sum())
+        bar.update(min(done, total) // 1000, finalize=False)
+    bar.update(bar.target, finalize=True)
+    scores = [
+        Score(
+            document.name,
+            document.title,
+            float(nats[i]),
+            document.num_bytes,
+            document.num_words(),
+            int(unknown[i]),
+        )
+        for i, document in enumerate(documents)
+    ]
+    everything = Score("all", "", 0.0, 0, 0)
+    for one in scores:
+        everything.nats += one.nats
+        everything.bytes += one.bytes
+        everything.words += one.words
+        everything.unknown += one.unknown
+    return scores, everything
+
+
+def table(scores):
+    """Scores as the lines of a table."""
+    lines = [
+        f"{'book':<22}{'bytes':>10}{'words':>9}{'bits/byte':>11}"
+        f"{'word perplexity':>17}  title"
+    ]
+    for one in scores:
+        lines.append(
+            f"{one.name:<22}{one.bytes:>10,}{one.words:>9,}"
+            f"{one.bits_per_byte:>11.4f}{one.word_perplexity:>17.5g}"
+            f"  {one.title}".rstrip()
+        )
+        if one.unknown:
+            lines.append(
+                f"{'':<22}{one.unknown:,} tokens are unknown words; they "
+                "cost less than their letters would."
+            )
+    return "\n".join(lines)
+
+
+def load_tokenizer(config, folder):
+    """The tokenizer of a training run from the files in its folder."""
+    if config.tokenizer == "bytes":
+        return data.ByteTokenizer()
+    return data.WordPieceTokenizer.read(
+        os.path.join(folder, "vocabulary.txt"), config.vocabulary_size
+    )
+
+
+def load_model(path):
+    """A `.keras` file or an exported SavedModel folder as a callable.
+
+    Raises:
+        examples.common.UserError: it is neither.
+    """
+    if os.path.isdir(path):
+        try:
+            return saving.load_saved_model(path)
+        except (OSError, ValueError) as error:
+            raise common.UserError(f"--model: {error}") from error
+    if not os.path.isfile(path):
+        raise common.UserError(f"--model: there is no file or folder {path}")
+    if not path.endswith(".keras"):
+        raise common.UserError(
+            "--model: expected a .keras file or the folder of a SavedModel. "
+            f"Received: {path}"
+        )
+    try:
+        return keras.saving.load_model(path, compile=False)
+    except (OSError, ValueError) as error:
+        raise common.UserError(
+            f"--model: cannot load {path}: {error}"
+        ) from error
+
+
+def evaluate(path, data_dir, split, verbose=1):
+    """Loads a saved model and scores it on one split.
+
+    Args:
+        path: `.keras` file or SavedModel folder, `config.json` beside it.
+        data_dir: folder in PG-19's layout, or None: see `data.load`.
+        split: "train", "validation" or "test".
+        verbose: 1 shows a progress bar, 0 nothing.
+
+    Returns:
+        List of `Score`, one a document, and the `Score` of all.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    model = load_model(path)
+    config = configs.read(folder)
+    tokenizer = load_tokenizer(config, folder)
+    documents = data.load(data_dir, split)
+    return score(model, documents, tokenizer, config, verbose)
+
+
+def define_flags(flag_values=flags.FLAGS):
+    """Defines the flags of this command."""
+    flags.DEFINE_string(
+        "model",
+        None,
+        "A .keras file or an exported SavedModel folder.",
+        flag_values=flag_values,
+        required=True,
+    )
+    flags.DEFINE_string(
+        "data_dir",
+        None,
+        "Folder in PG-19's layout; none: Python's own documentation.",
+        flag_values=flag_values,
+    )
+    flags.DEFINE_enum(
+        "split",
+        "validation",
+        data.SPLITS,
+        "Which texts.",
+        flag_values=flag_values,
+    )
+
+
+def main():
+    """Runs the command with the flags of `absl.flags.FLAGS`."""
+    options = flags.FLAGS
+    scores, everything = evaluate(
+        options.model, options.data_dir, options.split
+    )
+    print(table(scores + [everything]))
+
+
+if __name__ == "__main__":
+    define_flags()
+    common.run(main)

@@ -1,0 +1,344 @@
+"""Trains a causal Performer language model, exports it and shows it at work.
+
+    python -m examples.pg19.train
+    python -m examples.pg19.train --preset=small --data_dir=DIR
+
+Every field of `config.Config` is a flag.
+"""
+
+import os
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import flags
+from keras import layers
+
+from examples import common
+from examples.pg19 import config as configs
+from examples.pg19 import data
+from examples.pg19 import evaluate
+from keras_performer import saving
+from keras_performer.layers import PerformerBlock
+from keras_performer.layers import TokenAndPositionEmbedding
+
+
+def build_model(config, vocabulary_size):
+    """The language model: ids `[B, L]` int32 -> logits `[B, L, V]` float32.
+
+    Args:
+        config: `config.Config`.
+        vocabulary_size: int, V.
+
+    Returns:
+        A functional `keras.Model` for any L.
+
+    Raises:
+        examples.common.UserError: a layer refuses a value of the config.
+    """
+    try:
+        return _build_model(config, vocabulary_size)
+    except (TypeError, ValueError) as error:
+        raise common.UserError(
+            f"The model cannot be built. {error}"
+        ) from error
+
+
+def _build_model(config, vocabulary_size):
+    dtype = config.dtype_policy
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    embedding = TokenAndPositionEmbedding(
+        vocabulary_size,
+        config.sequence_length,
+        config.hidden_dim,
+        position=None,
+        dtype=dtype,
+        name="embedding",
+    )
+    x = embedding(ids)
+    for i in range(config.num_layers):
+        x = PerformerBlock(
+            config.num_heads,
+            config.intermediate_dim,
+            feature_map=config.feature_map,
+            num_features=config.num_features,
+            local_window=config.local_window,
+            causal=True,
+            rotary=True,
+            normalize_first=True,
+            dropout=config.dropout,
+            seed=config.seed + i,
+            dtype=dtype,
+            name=f"block_{i}",
+        )(x)
+    x = layers.LayerNormalization(
+        epsilon=1e-5, dtype=dtype, name="final_norm"
+    )(x)
+    if config.tie_embeddings:
+        x = embedding(x, reverse=True)
+    else:
+        x = layers.Dense(vocabulary_size, dtype=dtype, name="head")(x)
+    # Softmax over a large vocabulary wants float32 under every policy.
+    logits = layers.Activation("linear", dtype="float32", name="logits")(x)
+    return keras.Model(ids, logits, name="pg19")
+
+
+def compile_model(model, config, tokenizer):
+    """Loss, optimizer and bits per byte."""
+    model.compile(
+        optimizer=common.make_optimizer(
+            config.learning_rate,
+            config.warmup_steps,
+            config.steps,
+            config.weight_decay,
+            config.gradient_clip,
+        ),
+        # Padding has weight 0 and must not dilute the mean either.
+        loss=keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        ),
+        weighted_metrics=[evaluate.BitsPerByte(tokenizer.bytes_per_token)],
+        jit_compile=config.jit_compile,
+    )
+
+
+def make_tokenizer(config, documents, vocabulary, output_dir):
+    """The tokenizer of the config; a vocabulary is left in `output_dir`.
+
+    Args:
+        config: `config.Config`.
+        documents: list of `data.Document` to learn a vocabulary from.
+        vocabulary: path of a vocabulary file, or None: the one that an
+            earlier run left in `output_dir`, or else a new one.
+        output_dir: existing folder.
+    """
+    if config.tokenizer == "bytes":
+        if vocabulary is not None:
+            raise common.UserError(
+                "--vocabulary belongs to --tokenizer=wordpiece. Received: "
+                f"--vocabulary={vocabulary}, --tokenizer=bytes"
+            )
+        return data.ByteTokenizer()
+    kept = os.path.join(output_dir, "vocabulary.txt")
+    if vocabulary is None and os.path.exists(kept):
+        print(f"vocabulary: {kept}, from an earlier run")
+        vocabulary = kept
+    if vocabulary is not None:
+        tokenizer = data.WordPieceTokenizer.read(
+            vocabulary, config.vocabulary_size
+        )
+    else:
+        print("vocabulary: learning it from the training split ...")
+        tokenizer = data.WordPieceTokenizer.learn(
+            documents, config.vocabulary_size
+        )
+    tokenizer.write(kept)
+    return tokenizer
+
+
+def train(config, data_dir, output_dir, vocabulary=None, verbose="auto"):
+    """Trains a model and leaves all that belongs to it in `output_dir`.
+
+    Args:
+        config: `config.Config`.
+        data_dir: folder in PG-19's layout, or None: see `data.load`.
+        output_dir: folder, made if it is missing. Receives `config.json`,
+            `vocabulary.txt` (WordPiece), `curve.csv`, `best.keras`,
+            `last.keras` and `tensorboard/`.
+        vocabulary: see `make_tokenizer`.
+        verbose: as in `keras.Model.fit`.
+
+    Returns:
+        `(model, tokenizer)`; the model has the weights of the validation
+        with the fewest bits per byte.
+    """
+    keras.utils.set_random_seed(config.seed)
+    documents = data.load(data_dir, "train")
+    validation = data.load(data_dir, "validation")
+    os.makedirs(output_dir, exist_ok=True)
+    tokenizer = make_tokenizer(config, documents, vocabulary, output_dir)
+    configs.write(config, output_dir)
+    print(f"text: {data_dir or 'the documentation inside Python'}")
+    for name, split in (("train", documents), ("validation", validation)):
+        size = sum(document.num_bytes for document in split)
+        print(f"  {name:<11}{len(split):>7,} documents {size:>15,} bytes")
+
+    model = build_model(config, tokenizer.vocabulary_size)
+    compile_model(model, config, tokenizer)
+    tokens = config.batch_size * config.sequence_length
+    print(
+        f"model: {model.count_params():,} parameters, "
+        f"{tokenizer.vocabulary_size:,} ids, attention {config.feature_map}\n"
+        f"training: {config.steps:,} steps of {tokens:,} tokens, "
+        f"{config.steps * tokens:,} in all"
+    )
+    model.fit(
+        data.training_dataset(documents, tokenizer, config),
+        epochs=config.steps // config.validation_every,
+        steps_per_epoch=config.validation_every,
+        validation_data=data.validation_dataset(
+            validation, tokenizer, config
+        ),
+        callbacks=common.training_callbacks(
+            output_dir, "val_bits_per_byte"
+        ),
+        shuffle=False,  # the data set does it
+        verbose=verbose,
+    )
+    model.load_weights(os.path.join(output_dir, "best.keras"))
+    return model, tokenizer
+
+
+def export(model, example, path):
+    """Exports a SavedModel, reloads it and compares the predictions.
+
+    Args:
+        model: the trained model.
+        example: ids `[B, L]`.
+        path: folder of the SavedModel.
+
+    Returns:
+        `(reloaded, difference)`: the reloaded layer and the largest absolute
+        difference of its logits, a float.
+    """
+    saving.export_saved_model(model, path)
+    reloaded = saving.load_saved_model(path)
+    difference = np.max(np.abs(model(example) - reloaded(example)))
+    return reloaded, float(difference)
+
+
+def continue_text(
+    model, tokenizer, prompt, num_tokens, length, temperature=0.8, seed=0
+):
+    """Samples a continuation, one token a call.
+
+    The whole window is computed again for every token.
+
+    Args:
+        model: callable, ids `[1, length]` -> logits `[1, length, V]`.
+        tokenizer: the tokenizer of the model.
+        prompt: string.
+        num_tokens: int, the most tokens to add.
+        length: int, tokens that the model sees: the prompt's last ones
+            beyond that are the context.
+        temperature: float; below 1 safer, above 1 wilder, 0 always the
+            likeliest token.
+        seed: int, seed of the draws.
+
+    Returns:
+        The continuation, a string. It ends early where the model ends the
+        document.
+    """
+    logits_of = tf.function(model)
+    generator = np.random.default_rng(seed)
+    ids = [int(i) for i in tokenizer.tokenize([prompt])[0]]
+    first = len(ids)
+    for _ in range(num_tokens):
+        context = [0] + ids[max(0, len(ids) - length + 1) :]
+        window = np.zeros([1, length], "int32")
+        window[0, : len(context)] = context
+        logits = logits_of(tf.constant(window))[0, len(context) - 1].numpy()
+        if temperature == 0:
+            chosen = int(np.argmax(logits))
+        else:
+            scaled = logits.astype("float64") / temperature
+            weights = np.exp(scaled - np.max(scaled))
+            chosen = int(
+                generator.choice(len(weights), p=weights / np.sum(weights))
+            )
+        if chosen == 0:
+            break
+        ids.append(chosen)
+    return tokenizer.detokenize(ids[first:])
+
+
+def define_flags(flag_values=flags.FLAGS):
+    """Defines the flags of this command."""
+    common.define_config_flags(configs.PRESETS, "smoke", flag_values)
+    strings = {
+        "data_dir": "Folder in PG-19's layout; none: Python's own "
+        "documentation, which is there without a download.",
+        "output_dir": "Folder of what the run leaves; none: "
+        "runs/pg19-<preset>.",
+        "vocabulary": "Vocabulary file of an earlier run with "
+        "--tokenizer=wordpiece.",
+    }
+    for name, text in strings.items():
+        flags.DEFINE_string(name, None, text, flag_values=flag_values)
+    flags.DEFINE_string(
+        "prompt",
+        "The value of ",
+        "Text that the trained model continues.",
+        flag_values=flag_values,
+    )
+    flags.DEFINE_integer(
+        "sample_tokens",
+        300,
+        "Tokens of the continuation.",
+        lower_bound=0,
+        flag_values=flag_values,
+    )
+    flags.DEFINE_float(
+        "temperature",
+        0.7,
+        "Of the continuation; 0: the likeliest token.",
+        lower_bound=0.0,
+        flag_values=flag_values,
+    )
+
+
+def main(flag_values=flags.FLAGS):
+    """Runs the command: train, score, export, reload, continue a prompt.
+
+    Args:
+        flag_values: parsed `absl.flags.FlagValues`.
+
+    Returns:
+        The validation `evaluate.Score` of the whole split.
+    """
+    started = time.monotonic()
+    config = common.config_from_flags(configs.PRESETS, flag_values)
+    output_dir = flag_values["output_dir"].value or os.path.join(
+        "runs", f"pg19-{flag_values['preset'].value}"
+    )
+    data_dir = flag_values["data_dir"].value
+    model, tokenizer = train(
+        config, data_dir, output_dir, flag_values["vocabulary"].value
+    )
+
+    validation = data.load(data_dir, "validation")
+    print("\nvalidation, best weights:")
+    scores, everything = evaluate.score(model, validation, tokenizer, config)
+    print(evaluate.table(scores + [everything]))
+
+    path = os.path.join(output_dir, "saved_model")
+    example = next(
+        iter(data.validation_dataset(validation, tokenizer, config))
+    )[0]
+    reloaded, difference = export(model, example, path)
+    print(
+        f"\nSavedModel: {path}\n"
+        f"reloaded, largest difference of a logit: {difference:.2g}"
+    )
+    prompt = flag_values["prompt"].value
+    continuation = continue_text(
+        reloaded,
+        tokenizer,
+        prompt,
+        flag_values["sample_tokens"].value,
+        config.sequence_length,
+        flag_values["temperature"].value,
+        config.seed,
+    )
+    print(
+        f"\nthe reloaded model continues [{prompt}]:\n"
+        f"{prompt}{continuation}\n\n"
+        f"done in {time.monotonic() - started:.0f} s"
+    )
+    return everything
+
+
+if __name__ == "__main__":
+    define_flags()
+    common.run(main)

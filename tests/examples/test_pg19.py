@@ -1,0 +1,387 @@
+"""The language model of examples/pg19 from its flags to its scores."""
+
+import csv
+import dataclasses
+import json
+import math
+import socket
+
+import keras
+import numpy as np
+import pytest
+from absl import flags
+
+tf = pytest.importorskip("tensorflow", reason="the examples use tf.data")
+pytest.importorskip("tensorflow_text", reason="the examples tokenise by it")
+
+from examples import common
+from examples.pg19 import config as configs
+from examples.pg19 import data
+from examples.pg19 import evaluate
+from examples.pg19 import train
+
+pytestmark = pytest.mark.tensorflow_only("the examples use tf.data")
+
+TINY = [
+    "--sequence_length=32",
+    "--batch_size=4",
+    "--num_layers=1",
+    "--num_heads=2",
+    "--hidden_dim=16",
+    "--intermediate_dim=32",
+    "--num_features=8",
+    "--local_window=4",
+    "--warmup_steps=2",
+    "--learning_rate=0.01",
+]
+
+
+def parse(*arguments):
+    flag_values = flags.FlagValues()
+    train.define_flags(flag_values)
+    flag_values(["train", *arguments])
+    return flag_values
+
+
+def tiny_config(*arguments):
+    flag_values = parse(*TINY, *arguments)
+    return common.config_from_flags(configs.PRESETS, flag_values)
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*arguments):
+        pytest.fail(f"the example opened a connection: {arguments}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture
+def books(tmp_path):
+    """Three little books whose text repeats, so that a few steps teach it."""
+    for split, name, word in (
+        ("train", "1", "sense and sensibility.\n"),
+        ("validation", "7", "sense and nonsense.\n"),
+        ("validation", "8", "sensibility\n"),
+    ):
+        (tmp_path / split).mkdir(exist_ok=True)
+        (tmp_path / split / f"{name}.txt").write_text(word * 40)
+    (tmp_path / "metadata.csv").write_text("7,Seven,1811,url\n")
+    return str(tmp_path)
+
+
+# --- scores ----------------------------------------------------------------
+
+
+def test_bits_per_byte_by_hand():
+    # Probabilities 1/2, 1/4 and 1/8 of the right id: 1 + 2 + 3 bits. The end
+    # mark (id 0) costs its 3 bits and is no byte; the padding is nothing.
+    logits = np.log([[[0.5, 0.3, 0.2], [0.5, 0.25, 0.25],
+                      [0.125, 0.4, 0.475], [0.1, 0.1, 0.8]]])
+    y = np.array([[0, 1, 0, 0]])
+    y[0, 0], weight = 0, np.array([[0.0, 1.0, 1.0, 0.0]])
+    metric = evaluate.BitsPerByte()
+    metric.update_state(y, logits, weight)
+    assert float(metric.result()) == pytest.approx(2 + 3, rel=1e-6)
+    metric.update_state(np.array([[1]]), np.log([[[0.25, 0.5, 0.25]]]))
+    assert float(metric.result()) == pytest.approx((2 + 3 + 1) / 2, rel=1e-6)
+    metric.reset_state()
+    assert float(metric.result()) == 0.0
+
+
+def test_bits_per_byte_of_pieces_divides_by_their_bytes():
+    metric = evaluate.BitsPerByte([0, 0, 4])
+    metric.update_state(
+        np.array([[2, 2]]), np.log([[[0.25, 0.25, 0.5], [0.5, 0.25, 0.25]]])
+    )
+    assert float(metric.result()) == pytest.approx((1 + 2) / 8, rel=1e-6)
+    again = evaluate.BitsPerByte.from_config(metric.get_config())
+    assert again.bytes_per_token == [0, 0, 4]
+
+
+def uniform(x):
+    return tf.zeros([*x.shape, 257])
+
+
+def test_scores_of_a_model_that_knows_nothing_by_hand():
+    config = tiny_config()
+    texts = ["two words " * 20, "", "x"]
+    documents = [
+        data.Document(str(i), str(i), data=text.encode())
+        for i, text in enumerate(texts)
+    ]
+    scores, everything = evaluate.score(
+        uniform, documents, data.ByteTokenizer(), config, verbose=0
+    )
+    # Each byte and each end mark costs log 257.
+    for one, text in zip(scores, texts, strict=True):
+        expected = (len(text) + 1) * math.log(257)
+        assert one.nats == pytest.approx(expected, rel=1e-5)
+    assert scores[0].words == 40
+    assert scores[0].word_perplexity == pytest.approx(
+        257 ** (201 / 40), rel=1e-4
+    )
+    assert math.isnan(scores[1].bits_per_byte)
+    assert math.isnan(scores[1].word_perplexity)
+    assert everything.bytes == 201 and everything.words == 41
+    assert everything.bits_per_byte == pytest.approx(
+        204 / 201 * math.log2(257), rel=1e-5
+    )
+    lines = evaluate.table(scores + [everything]).split("\n")
+    assert len(lines) == 5 and lines[-1].startswith("all")
+    assert f"{everything.bits_per_byte:.4f}" in lines[-1]
+
+
+def test_unknown_words_are_counted_and_told():
+    document = data.Document("1", "One", data="ab ab ab\n".encode() * 30)
+    tokenizer = data.WordPieceTokenizer.learn([document], 50)
+    strange = data.Document("2", "Two", data="ab \u00fc ab".encode())
+    model = lambda x: tf.zeros([*x.shape, 50])  # noqa: E731
+    config = tiny_config()
+    scores, _ = evaluate.score(model, [strange], tokenizer, config, verbose=0)
+    assert scores[0].unknown == 1 and scores[0].bytes == 8
+    assert "1 tokens are unknown words" in evaluate.table(scores)
+
+
+# --- the model -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--feature_map=exact"], ["--local_window=0"],
+     ["--feature_map=relu", "--local_window=none"],
+     ["--notie_embeddings", "--dtype_policy=mixed_bfloat16"]],
+    ids=" ".join,
+)
+def test_o64_loss_at_initialisation_is_near_log_vocabulary(arguments):
+    config = tiny_config(*arguments)
+    model = train.build_model(config, 257)
+    document = data.Document("1", "1", data=bytes(range(128)) * 4)
+    x, y = next(
+        iter(
+            data.training_dataset([document], data.ByteTokenizer(), config)
+        )
+    )
+    logits = model(x)
+    assert logits.shape == (4, 32, 257) and logits.dtype == "float32"
+    nats = float(np.mean(evaluate.token_nats(y, logits)))
+    # Logits of variance s^2 cost about s^2 / 2 above log V; half a nat
+    # allows s = 1, and a model that sees its target would be far below.
+    assert abs(nats - math.log(257)) < 0.5
+
+
+def test_the_model_is_causal():
+    model = train.build_model(tiny_config(), 257)
+    x = np.random.default_rng(0).integers(1, 257, [1, 20])
+    changed = x.copy()
+    changed[0, 12:] = 1
+    before, after = np.array(model(x)), np.array(model(changed))
+    np.testing.assert_allclose(before[:, :12], after[:, :12], atol=1e-5)
+    assert np.abs(before[:, 12:] - after[:, 12:]).max() > 1e-3
+
+
+def test_a_value_that_a_layer_refuses_is_a_user_error():
+    with pytest.raises(common.UserError, match="cannot be built.*softmaxx"):
+        train.build_model(tiny_config("--feature_map=softmaxx"), 257)
+    with pytest.raises(common.UserError, match="local_window"):
+        train.build_model(tiny_config("--feature_map=relu"), 257)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", configs.PRESETS)
+def test_presets_build(preset):
+    config = configs.PRESETS[preset]()
+    model = train.build_model(config, config.vocabulary_size)
+    shape = (config.batch_size, config.sequence_length)
+    logits = model.compute_output_spec(keras.KerasTensor(shape, "int32"))
+    assert logits.shape == (*shape, config.vocabulary_size)
+    if preset == "paper":
+        # Six blocks of 12 d^2 weights and the tied 32k vocabulary.
+        expected = 6 * 12 * 512**2 + 32000 * 512
+        assert model.count_params() == pytest.approx(expected, rel=0.02)
+
+
+def test_config_errors_name_the_field():
+    for arguments, named in (
+        (["--num_heads=3"], "multiple of num_heads=3.*hidden_dim=16"),
+        (["--steps=150"], "multiple of validation_every=100.*steps=150"),
+        (["--num_layers=0"], "num_layers=0"),
+        (["--dropout=1.0"], "dropout=1.0"),
+        (["--gradient_clip=0"], "gradient_clip=0"),
+        (["--vocabulary_size=300"], "257 for bytes.*=300"),
+    ):
+        with pytest.raises(common.UserError, match=named):
+            tiny_config(*arguments)
+
+
+def test_config_file_round_trip(tmp_path):
+    config = tiny_config("--local_window=none", "--gradient_clip=none")
+    configs.write(config, str(tmp_path))
+    again = configs.read(str(tmp_path))
+    assert dataclasses.asdict(again) == dataclasses.asdict(config)
+    (tmp_path / "config.json").write_text('{"depth": 3}')
+    with pytest.raises(common.UserError, match="config.json was not written"):
+        configs.read(str(tmp_path))
+
+
+# --- continuation ----------------------------------------------------------
+
+
+def successor(vocabulary_size=257, sharpness=50.0):
+    """A model that expects id + 1 after each id, and 5 after a start."""
+
+    def model(x):
+        following = tf.where(x == 0, 5, (x + 1) % vocabulary_size)
+        return sharpness * tf.one_hot(following, vocabulary_size)
+
+    return model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_continuation_follows_the_model_beyond_its_window(temperature):
+    text = train.continue_text(
+        successor(),
+        data.ByteTokenizer(),
+        "abcdefgh",
+        num_tokens=6,
+        length=4,
+        temperature=temperature,
+    )
+    assert text == "ijklmn"
+
+
+def test_continuation_of_nothing_and_at_the_end_of_a_document():
+    arguments = {"num_tokens": 3, "length": 4, "temperature": 0.0}
+    tokenizer = data.ByteTokenizer()
+    text = train.continue_text(successor(), tokenizer, "", **arguments)
+    assert text == bytes([4, 5, 6]).decode()
+    # With 100 ids, byte 97 (id 98) is followed by 99 and then by the end.
+    text = train.continue_text(successor(100), tokenizer, "a", **arguments)
+    assert text == "b"
+
+
+def test_continuation_is_drawn_from_the_seed():
+    def draw(seed):
+        return train.continue_text(
+            uniform, data.ByteTokenizer(), "a", 8, 8, seed=seed
+        )
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+# --- from the command line to the scores -----------------------------------
+
+
+def read_curve(folder):
+    with open(folder / "curve.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_train_and_evaluate_on_a_folder(books, tmp_path, capsys, no_network):
+    folder = tmp_path / "run"
+    train.main(
+        parse(
+            *TINY,
+            "--steps=40",
+            "--validation_every=20",
+            f"--data_dir={books}",
+            f"--output_dir={folder}",
+            "--prompt=sense and ",
+            "--sample_tokens=5",
+        )
+    )
+    printed = capsys.readouterr().out
+    assert "1 documents             920 bytes" in printed
+    assert "the reloaded model continues [sense and ]" in printed
+
+    curve = read_curve(folder)
+    assert [row["step"] for row in curve] == ["20", "40"]
+    best = min(float(row["val_bits_per_byte"]) for row in curve)
+    # Eight bits are a random model's; forty steps learn these letters.
+    assert best < 5.5
+    assert float(curve[1]["loss"]) < float(curve[0]["loss"])
+
+    for model in ("best.keras", "saved_model"):
+        scores, everything = evaluate.evaluate(
+            str(folder / model), books, "validation", verbose=0
+        )
+        assert [one.title for one in scores] == ["Seven", "8"]
+        # The same sums in another order of float32 additions.
+        assert everything.bits_per_byte == pytest.approx(best, rel=1e-5)
+        assert everything.words == 40 * 3 + 40
+        assert everything.word_perplexity == pytest.approx(
+            math.exp(best * math.log(2) * everything.bytes / 160), rel=1e-3
+        )
+    assert f"{everything.bits_per_byte:.4f}" in printed
+    difference = printed.split("difference of a logit: ")[1].split()[0]
+    assert float(difference) < 1e-4
+
+
+def test_train_on_the_text_inside_python(tmp_path, capsys, no_network):
+    config = tiny_config("--steps=1", "--validation_every=1")
+    config = dataclasses.replace(config, validation_batches=2)
+    model, _ = train.train(config, None, str(tmp_path), verbose=0)
+    assert model.count_params() > 0
+    assert "the documentation inside Python" in capsys.readouterr().out
+
+
+def test_train_with_a_learned_vocabulary(books, tmp_path, capsys):
+    folder = tmp_path / "run"
+    arguments = ["--tokenizer=wordpiece", "--vocabulary_size=60"]
+    config = tiny_config(
+        *arguments, "--sequence_length=16", "--steps=2", "--validation_every=2"
+    )
+    _, tokenizer = train.train(config, books, str(folder), verbose=0)
+    assert "learning it" in capsys.readouterr().out
+    assert 10 < tokenizer.vocabulary_size <= 60
+    lines = (folder / "vocabulary.txt").read_text().splitlines()
+    assert lines[:2] == ["[DOC]", "[UNK]"]
+
+    _, everything = evaluate.evaluate(
+        str(folder / "best.keras"), books, "validation", verbose=0
+    )
+    # All letters are known, so the pieces' bytes are the file's bytes.
+    assert everything.unknown == 0
+    assert everything.bits_per_byte == pytest.approx(
+        float(read_curve(folder)[0]["val_bits_per_byte"]), rel=1e-5
+    )
+
+    documents = data.load(books, "train")
+    again = train.make_tokenizer(config, documents, None, str(folder))
+    assert "from an earlier run" in capsys.readouterr().out
+    assert again.vocabulary_size == tokenizer.vocabulary_size
+
+
+def test_a_vocabulary_without_word_pieces_is_refused(tmp_path):
+    with pytest.raises(common.UserError, match="--vocabulary=v.txt"):
+        train.make_tokenizer(tiny_config(), [], "v.txt", str(tmp_path))
+
+
+def test_models_that_cannot_be_evaluated_are_named(books, tmp_path):
+    def expect(path, message):
+        with pytest.raises(common.UserError, match=message):
+            evaluate.evaluate(str(path), books, "validation", verbose=0)
+
+    expect(tmp_path / "absent.keras", "no file or folder .*absent.keras")
+    expect(tmp_path / "metadata.csv", "expected a .keras file.*metadata.csv")
+    expect(tmp_path / "train", "--model: .*train")
+    broken = tmp_path / "broken.keras"
+    broken.write_text("no archive")
+    expect(broken, "cannot load .*broken.keras")
+
+    model = train.build_model(tiny_config(), 257)
+    model.save(tmp_path / "alone.keras")
+    expect(tmp_path / "alone.keras", "none at .*config.json")
+    (tmp_path / "config.json").write_text(json.dumps({"tokenizer": "bytes"}))
+    with pytest.raises(common.UserError, match="test"):
+        evaluate.evaluate(str(tmp_path / "alone.keras"), books, "test")
+
+
+def test_evaluate_needs_a_model_and_a_known_split():
+    flag_values = flags.FlagValues()
+    evaluate.define_flags(flag_values)
+    with pytest.raises(flags.IllegalFlagValueError, match="model"):
+        flag_values(["evaluate"])
+    with pytest.raises(flags.IllegalFlagValueError, match="holdout"):
+        flag_values(["evaluate", "--model=m", "--split=holdout"])

@@ -1,0 +1,293 @@
+"""The text pipeline of examples/pg19: tokens, windows, splits, errors."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="the examples use tf.data")
+pytest.importorskip("tensorflow_text", reason="the examples tokenise by it")
+
+from examples import common
+from examples.pg19 import config as configs
+from examples.pg19 import data
+
+pytestmark = pytest.mark.tensorflow_only("the examples use tf.data")
+
+CONFIG = configs.Config(
+    sequence_length=7, batch_size=3, shuffle_windows=50, seed=5
+)
+TEXT = (
+    "She had been forced into prudence in her youth,\n"
+    "she learned romance as she grew older:\n\n"
+    "  the natural sequel of an unnatural beginning.\n"
+)
+
+
+def document(text, name="a"):
+    return data.Document(name, name, data=text.encode("utf-8"))
+
+
+def write_books(folder, **splits):
+    for split, books in splits.items():
+        (folder / split).mkdir(parents=True)
+        for name, text in books.items():
+            path = folder / split / f"{name}.txt"
+            path.write_bytes(
+                text if isinstance(text, bytes) else text.encode("utf-8")
+            )
+    return str(folder)
+
+
+def learned(size=120):
+    return data.WordPieceTokenizer.learn([document(TEXT * 20)], size)
+
+
+# --- tokens ----------------------------------------------------------------
+
+
+def test_bytes_round_trip():
+    tokenizer = data.ByteTokenizer()
+    text = "A na\u00efve caf\u00e9,\tand\x00 more\r\n"
+    ids = tokenizer.tokenize([text]).numpy()[0]
+    assert list(ids) == [byte + 1 for byte in text.encode("utf-8")]
+    assert tokenizer.detokenize([0, *ids, 0]) == text
+
+
+def test_o62_texts_of_any_length_become_dense_in_graph_mode():
+    tokenizer = data.ByteTokenizer()
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.string)])
+    def encode(texts):
+        return data.texts_to_ids(texts, tokenizer, 128)
+
+    ids, mask = encode(tf.constant(["", "abcde", "x" * 300]))
+    assert ids.shape == (3, 128) and ids.dtype == tf.int32
+    assert mask.shape == (3, 128) and mask.dtype == tf.int32
+    assert list(mask.numpy().sum(axis=1)) == [0, 5, 128]
+    assert list(ids.numpy()[1, :6]) == [98, 99, 100, 101, 102, 0]
+    traced = encode.get_concrete_function().structured_outputs[0]
+    assert traced.shape.as_list() == [None, 128]
+
+
+def test_word_pieces_keep_white_space_and_count_bytes():
+    tokenizer = learned()
+    assert 20 < tokenizer.vocabulary_size <= 120
+    ids = tokenizer.tokenize([TEXT]).numpy()[0]
+    assert tokenizer.detokenize(ids) == TEXT
+    sizes = np.array(tokenizer.bytes_per_token)
+    assert sizes[ids].sum() == len(TEXT)
+    assert len(ids) < len(TEXT) / 2  # it did learn words
+    assert tokenizer.tokenize(["z\u00fc"]).numpy()[0][0] == 1
+
+
+def test_a_vocabulary_file_brings_back_the_same_ids(tmp_path):
+    tokenizer = learned()
+    path = str(tmp_path / "vocabulary.txt")
+    tokenizer.write(path)
+    again = data.WordPieceTokenizer.read(path, 120)
+    np.testing.assert_array_equal(
+        again.tokenize([TEXT]).numpy(), tokenizer.tokenize([TEXT]).numpy()
+    )
+    assert again.bytes_per_token == tokenizer.bytes_per_token
+    with pytest.raises(common.UserError, match="more than --vocabulary_siz"):
+        data.WordPieceTokenizer.read(path, 20)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[PAD]\n[UNK]\na\n", b"[DOC]\n[UNK]\na\na\n", b"\xff"]
+)
+def test_another_file_as_vocabulary_is_refused(tmp_path, content):
+    path = tmp_path / "other.txt"
+    path.write_bytes(content)
+    with pytest.raises(common.UserError, match="other.txt"):
+        data.WordPieceTokenizer.read(str(path), 120)
+
+
+def test_a_missing_vocabulary_is_named(tmp_path):
+    with pytest.raises(common.UserError, match="nowhere.txt"):
+        data.WordPieceTokenizer.read(str(tmp_path / "nowhere.txt"), 120)
+
+
+# --- windows ---------------------------------------------------------------
+
+
+def both_datasets(documents, config=CONFIG):
+    tokenizer = data.ByteTokenizer()
+    return (
+        data.training_dataset(documents, tokenizer, config),
+        data.validation_dataset(documents, tokenizer, config),
+    )
+
+
+def operations(dataset):
+    """Names of all operations in the dataset's graph and its functions."""
+    graph = tf.compat.v1.GraphDef()
+    variant = tf.raw_ops.DatasetToGraphV2(
+        input_dataset=dataset._variant_tensor
+    )
+    graph.ParseFromString(variant.numpy())
+    nodes = list(graph.node)
+    for function in graph.library.function:
+        nodes.extend(function.node_def)
+    return {node.op for node in nodes}
+
+
+def test_o63_shapes_are_static_without_strings_or_python(tmp_path):
+    folder = write_books(tmp_path, train={"1": TEXT, "2": TEXT})
+    documents = data.load(folder, "train")
+    for dataset in both_datasets(documents):
+        for spec in dataset.element_spec:
+            assert spec.shape == (3, 7)
+            assert spec.dtype in (tf.int32, tf.float32)
+        found = operations(dataset)
+        assert "ReadFile" in found  # the look inside works
+        assert not any("PyFunc" in name for name in found)
+
+
+def test_o64_targets_are_the_inputs_one_place_earlier():
+    for dataset in both_datasets([document(TEXT), document(TEXT[:30])]):
+        for x, y, *_ in dataset.take(4):
+            np.testing.assert_array_equal(x[:, 0], 0)
+            np.testing.assert_array_equal(y[:, :-1], x[:, 1:])
+
+
+@pytest.mark.parametrize("sizes", [[0], [6], [7], [8], [0, 1, 13, 14, 100]])
+def test_evaluation_sees_every_token_once(sizes):
+    documents = [document(("abcdefg" * 20)[:size]) for size in sizes]
+    dataset = data.evaluation_dataset(
+        documents, data.ByteTokenizer(), CONFIG
+    )
+    found = {index: [] for index in range(len(sizes))}
+    for _, y, weight, index in dataset:
+        assert set(np.unique(weight)) <= {0.0, 1.0}
+        for row in range(3):
+            kept = y[row].numpy()[weight[row].numpy() > 0]
+            found[int(index[row])].extend(kept)
+    for index, one in enumerate(documents):
+        assert found[index] == [byte + 1 for byte in one.data] + [0]
+
+
+def test_validation_tells_its_length_and_can_be_cut():
+    documents = [document(TEXT)]
+    tokenizer = data.ByteTokenizer()
+    whole = data.validation_dataset(documents, tokenizer, CONFIG)
+    windows = -(-(len(TEXT) + 1) // 7)
+    assert int(whole.cardinality()) == -(-windows // 3)
+    config = dataclasses.replace(CONFIG, validation_batches=2)
+    cut = data.validation_dataset(documents, tokenizer, config)
+    assert len(list(cut)) == int(cut.cardinality()) == 2
+
+
+def training_windows(documents, count, **changes):
+    config = dataclasses.replace(CONFIG, **{"batch_size": 1, **changes})
+    dataset = data.training_dataset(documents, data.ByteTokenizer(), config)
+    return [y.numpy()[0] for _, y in dataset.take(count)]
+
+
+def test_training_is_the_same_for_the_same_seed_only():
+    documents = [document(TEXT, "a"), document(TEXT.upper(), "b")]
+    first = training_windows(documents, 80)
+    np.testing.assert_array_equal(first, training_windows(documents, 80))
+    assert not np.array_equal(first, training_windows(documents, 80, seed=6))
+
+
+def test_each_pass_covers_the_text_at_a_new_offset():
+    # Every window of this text tells its own place. With 18 * 7 + 6 tokens
+    # a pass has 18 windows at each of the offsets 0 to 6.
+    text = " ".join(str(number) for number in range(100, 133))
+    stream = [byte + 1 for byte in text.encode()] + [0]
+    places = {tuple(stream[i : i + 7]): i for i in range(len(stream) - 6)}
+    assert len(stream) == 132 and len(places) == 126
+    windows = training_windows([document(text)], 4 * 18)
+    starts = np.array([places[tuple(window)] for window in windows])
+    offsets = set()
+    for one in starts.reshape([4, 18]):
+        offset = one.min()
+        offsets.add(offset)
+        np.testing.assert_array_equal(np.sort(one), offset + 7 * np.arange(18))
+        assert not np.array_equal(one, np.sort(one))
+    assert len(offsets) > 1 and max(offsets) < 7
+
+
+def test_documents_follow_each_other_with_an_end_mark():
+    documents = [document("aaa", "a"), document("bbbb" * 10, "b")]
+    windows = np.array(training_windows(documents, 60))
+    assert (windows == 0).any()
+    for window in windows:
+        (ends,) = np.nonzero(window == 0)
+        for end in ends[ends < 6]:
+            # After an end mark the other text begins.
+            assert window[end + 1] != window[end - 1] or end == 0
+
+
+def test_too_little_training_text_is_an_error():
+    with pytest.raises(common.UserError, match=r"\(11 tokens.*length=7"):
+        data.training_dataset(
+            [document("0123456789")], data.ByteTokenizer(), CONFIG
+        )
+
+
+# --- splits ----------------------------------------------------------------
+
+
+def test_a_folder_in_the_layout_of_pg19(tmp_path):
+    folder = write_books(
+        tmp_path, train={"20": "two words", "100": "caf\u00e9"}, test={"3": "x"}
+    )
+    (tmp_path / "metadata.csv").write_text(
+        '20,"Title, with comma",1815,url\n3,Other,1900,url\n'
+    )
+    (tmp_path / "train" / "notes.md").write_text("no book")
+    books = data.load(folder, "train")
+    assert [(b.name, b.title, b.num_bytes) for b in books] == [
+        ("100", "100", 5),
+        ("20", "Title, with comma", 9),
+    ]
+    assert books[1].num_words() == 2
+    assert [b.title for b in data.load(folder, "test")] == ["Other"]
+
+
+def test_a_missing_folder_or_split_or_text_is_named(tmp_path):
+    with pytest.raises(common.UserError, match="no folder .*absent"):
+        data.load(str(tmp_path / "absent"), "train")
+    with pytest.raises(common.UserError, match="no folder .*validation"):
+        data.load(str(tmp_path), "validation")
+    folder = write_books(tmp_path, train={"1": ""}, test={})
+    for split in ("train", "test"):
+        with pytest.raises(common.UserError, match=f"no text in .*{split}"):
+            data.load(folder, split)
+
+
+def test_a_file_that_is_not_utf8_is_named_with_its_place(tmp_path):
+    folder = write_books(tmp_path, train={"1": "fine", "2": b"caf\xe9 noir"})
+    with pytest.raises(common.UserError, match=r"2\.txt is not .*0xe9.* 3"):
+        data.load(folder, "train")
+
+
+def test_metadata_of_another_shape_is_named(tmp_path):
+    folder = write_books(tmp_path, train={"1": "fine"})
+    (tmp_path / "metadata.csv").write_text("1,Title,1815,url\n2,Title\n")
+    with pytest.raises(common.UserError, match="metadata.csv, line 2.*: 2 f"):
+        data.load(folder, "train")
+
+
+def test_o65_the_text_inside_python_splits_without_overlap():
+    splits = {name: data.load(None, name) for name in data.SPLITS}
+    names = [one.name for split in splits.values() for one in split]
+    assert len(set(names)) == len(names)
+    assert sum(one.num_bytes for one in splits["train"]) > 200_000
+    lines = {
+        name: {
+            line
+            for one in split
+            for line in one.text().split("\n")
+            if len(line) > 20
+        }
+        for name, split in splits.items()
+    }
+    for name in ("validation", "test"):
+        # Some topics quote the same note; whole topics that repeat others
+        # (a quarter of them do) would bring this near 1.
+        shared = len(lines[name] & lines["train"]) / len(lines[name])
+        assert shared < 0.1, name
