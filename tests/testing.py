@@ -29,7 +29,7 @@ def normal(*shape, scale=1.0, seed=0):
 
 def to_numpy(tensor):
     """A NumPy array; half types become float32, which NumPy can compare."""
-    array = keras.ops.convert_to_numpy(tensor)
+    array = np.asarray(tensor)
     if keras.backend.standardize_dtype(array.dtype) in ("bfloat16", "float16"):
         return array.astype("float32")
     return array
@@ -154,7 +154,9 @@ def weight_gradients(layer, cotangent, *args, **kwargs):
             return (y * cotangent).sum()
 
         gradients = jax.grad(total)([v.value for v in weights])
-    return {w.path: to_numpy(g) for w, g in zip(weights, gradients)}
+    return {
+        w.path: to_numpy(g) for w, g in zip(weights, gradients, strict=True)
+    }
 
 
 # Layers.

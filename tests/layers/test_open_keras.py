@@ -204,7 +204,7 @@ def test_o41_nested_blocks_are_saved_with_all_their_weights(name, tmp_path):
     expected = model.predict(x, verbose=0)
     whole, weights = tmp_path / "m.keras", tmp_path / "m.weights.h5"
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         model.save(whole)
         model.save_weights(weights)
         revived = keras.models.load_model(whole)
@@ -450,7 +450,8 @@ def test_o57_a_frozen_block_does_not_train(name):
     projection = [w.path for w in block.weights].index(paths[0])
     after = block.get_weights()
     np.testing.assert_array_equal(before[projection], after[projection])
-    changed = [np.any(old != new) for old, new in zip(before, after)]
+    pairs = zip(before, after, strict=True)
+    changed = [np.any(old != new) for old, new in pairs]
     assert sum(changed) >= 15
 
 

@@ -212,7 +212,7 @@ def test_o09_masked_input_raises_no_warning(kind, name):
     x = normal(2, 7, 11)
     x[0, 5:] = 0.0
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         layer = getattr(VARIANTS[name], kind)()
         layer(keras.layers.Masking()(x))
         inputs = keras.Input((7, 11))
@@ -227,7 +227,7 @@ def test_o09_masked_cross_attention_raises_no_warning(name):
     x[0, 5:], context[1, 3:] = 0.0, 0.0
     mask = keras.layers.Masking()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         layer = VARIANTS[name].attention()
         output = layer(mask(x), mask(context))
         inputs = [keras.Input((7, 11)), keras.Input((5, 13))]
