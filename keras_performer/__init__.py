@@ -1,0 +1,31 @@
+"""Performer attention for Keras: linear in the length of the sequence."""
+
+from keras_performer._backend import require_backend
+
+require_backend()
+
+from keras_performer import feature_maps  # noqa: E402
+from keras_performer import layers  # noqa: E402
+from keras_performer import ops  # noqa: E402
+from keras_performer import saving  # noqa: E402
+from keras_performer.feature_maps import FavorPlus  # noqa: E402
+from keras_performer.feature_maps import FeatureMap  # noqa: E402
+from keras_performer.feature_maps import GeneralizedKernel  # noqa: E402
+from keras_performer.layers import PerformerAttention  # noqa: E402
+from keras_performer.layers import PerformerBlock  # noqa: E402
+from keras_performer.layers import TokenAndPositionEmbedding  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FavorPlus",
+    "FeatureMap",
+    "GeneralizedKernel",
+    "PerformerAttention",
+    "PerformerBlock",
+    "TokenAndPositionEmbedding",
+    "feature_maps",
+    "layers",
+    "ops",
+    "saving",
+]

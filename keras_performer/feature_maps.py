@@ -9,6 +9,7 @@ import inspect
 import keras
 from keras import ops
 
+from keras_performer import arguments
 from keras_performer.ops.features import generalized_features
 from keras_performer.ops.features import positive_log_features
 from keras_performer.ops.projections import orthogonal_gaussian
@@ -41,6 +42,18 @@ class FeatureMap:
     log_space = False
     estimates_softmax = False
 
+    def projection_shape(self, num_features, dim):
+        """Shape of the projection, or `None` for a map without one.
+
+        Args:
+            num_features: Features for each head, M.
+            dim: Width of queries and keys, `key_dim`.
+
+        Returns:
+            Tuple of integers or `None`.
+        """
+        return None
+
     def draw_projection(self, num_features, dim, seed=None):
         """Draws the projection that `__call__` is handed, or `None`.
 
@@ -50,9 +63,8 @@ class FeatureMap:
             seed: Integer, `keras.random.SeedGenerator` or `None`.
 
         Returns:
-            `None`, or a float32 tensor of a shape that depends on
-            `num_features` and `dim` alone. The layer keeps it as a
-            non-trainable weight.
+            `None`, or a float32 tensor of shape `projection_shape(...)`. A
+            layer keeps it as a non-trainable weight.
         """
         return None
 
@@ -119,14 +131,13 @@ class FavorPlus(FeatureMap):
             ("orthogonal", orthogonal),
             ("regularized", regularized),
         ):
-            if not isinstance(value, bool):
-                raise TypeError(
-                    f"Received an invalid value for argument `{name}`, "
-                    f"expected a boolean. Received: {name}={value!r}"
-                )
+            arguments.check_boolean(name, value)
         self.antithetic = antithetic
         self.orthogonal = orthogonal
         self.regularized = regularized
+
+    def projection_shape(self, num_features, dim):
+        return (num_features, dim)
 
     def draw_projection(self, num_features, dim, seed=None):
         """Draws `(num_features, dim)` rows, one for each feature."""
@@ -219,12 +230,9 @@ class GeneralizedKernel(FeatureMap):
         if isinstance(activation, dict):
             activation = keras.saving.deserialize_keras_object(activation)
         if isinstance(activation, str):
-            if activation not in ACTIVATIONS:
-                raise ValueError(
-                    "Received an invalid value for argument `activation`, "
-                    f"expected one of {sorted(ACTIVATIONS)} or a function. "
-                    f"Received: activation={activation!r}"
-                )
+            arguments.check_choice(
+                "activation", activation, sorted(ACTIVATIONS)
+            )
         elif not callable(activation):
             raise TypeError(
                 "Received an invalid value for argument `activation`, "
@@ -232,18 +240,16 @@ class GeneralizedKernel(FeatureMap):
                 f"activation={activation!r}"
             )
         if not isinstance(epsilon, (int, float)) or not epsilon >= 0:
-            raise ValueError(
-                "Received an invalid value for argument `epsilon`, expected "
-                f"a number of at least 0. Received: epsilon={epsilon!r}"
+            raise arguments.invalid(
+                "epsilon", "a number of at least 0", epsilon
             )
-        if not isinstance(projected, bool):
-            raise TypeError(
-                "Received an invalid value for argument `projected`, "
-                f"expected a boolean. Received: projected={projected!r}"
-            )
+        arguments.check_boolean("projected", projected)
         self.activation = activation
         self.epsilon = epsilon
         self.projected = projected
+
+    def projection_shape(self, num_features, dim):
+        return (num_features, dim) if self.projected else None
 
     def draw_projection(self, num_features, dim, seed=None):
         """Draws `(num_features, dim)` orthogonal rows, if projected."""
@@ -312,10 +318,10 @@ def get(identifier):
             return _NAMES[identifier]()
         if identifier in ACTIVATIONS:
             return GeneralizedKernel(identifier)
-        raise ValueError(
-            "Received an invalid value for argument `feature_map`, expected "
-            f"one of {names()}, a FeatureMap or its config. Received: "
-            f"feature_map={identifier!r}"
+        raise arguments.invalid(
+            "feature_map",
+            f"one of {names()}, a FeatureMap or its config",
+            identifier,
         )
     raise TypeError(
         "Received an invalid value for argument `feature_map`, expected a "

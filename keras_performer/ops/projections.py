@@ -3,6 +3,8 @@
 import keras
 from keras import ops
 
+from keras_performer import arguments
+
 
 def orthogonal_gaussian(num_features, dim, seed=None):
     """Gaussian rows that are orthogonal within each block of `dim` rows.
@@ -32,12 +34,8 @@ def orthogonal_gaussian(num_features, dim, seed=None):
     Raises:
         ValueError: If `num_features` or `dim` is not a positive integer.
     """
-    for name, value in (("num_features", num_features), ("dim", dim)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"Received an invalid value for argument `{name}`, expected "
-                f"a positive integer. Received: {name}={value}"
-            )
+    arguments.check_integer("num_features", num_features)
+    arguments.check_integer("dim", dim)
     blocks = -(-num_features // dim)
     # One draw gives the directions and the norms: two draws from one integer
     # seed would repeat the same numbers.

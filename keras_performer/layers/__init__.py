@@ -1,0 +1,11 @@
+"""Layers."""
+
+from keras_performer.layers.embeddings import TokenAndPositionEmbedding
+from keras_performer.layers.performer_attention import PerformerAttention
+from keras_performer.layers.performer_block import PerformerBlock
+
+__all__ = [
+    "PerformerAttention",
+    "PerformerBlock",
+    "TokenAndPositionEmbedding",
+]

@@ -1,0 +1,202 @@
+"""Embeddings of tokens and of their positions."""
+
+import keras
+from keras import ops
+
+from keras_performer import arguments
+
+# The longest wavelength of sine and rotary positions, in tokens over 2 pi:
+# Section 3.5 of https://arxiv.org/abs/1706.03762.
+MAX_WAVELENGTH = 10_000.0
+
+
+def rotary_embedding(x):
+    """Rotates pairs of entries by an angle that grows with the position.
+
+    The product of a rotated query and a rotated key depends on their
+    distance alone, and norms stay as they are: features of rotated vectors
+    still estimate the kernel of the rotated product. Entry i is paired with
+    entry `i + D / 2`.
+
+    Args:
+        x: Queries or keys of shape `(B, L, H, D)`, D even, at positions
+            0 to L - 1.
+
+    Returns:
+        Tensor of the shape and dtype of `x`; the rotation is computed in
+        float32 (float64 for float64).
+
+    Reference:
+
+    - [Su et al., 2021](https://arxiv.org/abs/2104.09864)
+    """
+    given = keras.backend.standardize_dtype(x.dtype)
+    dtype = "float64" if given == "float64" else "float32"
+    half = x.shape[-1] // 2
+    angle = _angles(ops.shape(x)[1], half, dtype)[:, None, :]  # [L, 1, D/2]
+    cos, sin = ops.cos(angle), ops.sin(angle)
+    x = ops.cast(x, dtype)
+    first, second = x[..., :half], x[..., half:]
+    rotated = ops.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )
+    return ops.cast(rotated, given)
+
+
+def _angles(length, count, dtype):
+    """Position times frequency, `[length, count]`."""
+    position = ops.cast(ops.arange(length), dtype)
+    exponent = ops.cast(ops.arange(count), dtype) / count
+    frequency = ops.power(ops.cast(MAX_WAVELENGTH, dtype), -exponent)
+    return position[:, None] * frequency[None, :]
+
+
+@keras.saving.register_keras_serializable(package="keras_performer")
+class TokenAndPositionEmbedding(keras.layers.Layer):
+    """Sum of a token's embedding and of its position's.
+
+    Called with `reverse=True` it multiplies by the transposed token
+    embedding instead: a language model's head that shares its weight.
+
+    Args:
+        vocabulary_size: Number of tokens, V.
+        sequence_length: Longest sequence, for learned positions.
+        embedding_dim: Width of the embedding.
+        position: "learned" (one vector for each position), "sine" (fixed,
+            for any length; tokens are then multiplied by
+            `sqrt(embedding_dim)`, as in the paper), or `None`, where
+            attention knows of positions itself (`rotary=True`) or needs
+            none.
+        mask_zero: Whether token 0 is padding. The output then carries the
+            mask of all other tokens.
+        **kwargs: Arguments of `keras.layers.Layer`.
+
+    Call arguments:
+        inputs: Integer tokens of shape `(B, L)`; with `reverse`, a tensor of
+            shape `(B, L, embedding_dim)`.
+        reverse: Whether to give logits.
+
+    Returns:
+        Tensor of shape `(B, L, embedding_dim)`, or logits `(B, L, V)`, in
+        the compute dtype.
+
+    Raises:
+        ValueError: If an argument has a wrong value, or a sequence is longer
+            than the learned positions.
+
+    Reference:
+
+    - [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762)
+    """
+
+    def __init__(
+        self,
+        vocabulary_size,
+        sequence_length,
+        embedding_dim,
+        position="learned",
+        mask_zero=False,
+        **kwargs,
+    ):
+        arguments.check_integer("vocabulary_size", vocabulary_size)
+        arguments.check_integer("sequence_length", sequence_length)
+        arguments.check_integer("embedding_dim", embedding_dim)
+        arguments.check_choice("position", position, ("learned", "sine", None))
+        arguments.check_boolean("mask_zero", mask_zero)
+        if position == "sine" and embedding_dim % 2:
+            raise arguments.invalid(
+                "embedding_dim",
+                'an even number with position="sine"',
+                embedding_dim,
+            )
+        # Tokens may come as floats; low precision would change them.
+        super().__init__(autocast=False, **kwargs)
+        self.supports_masking = True
+        self.vocabulary_size = vocabulary_size
+        self.sequence_length = sequence_length
+        self.embedding_dim = embedding_dim
+        self.position = position
+        self.mask_zero = mask_zero
+
+    def build(self, inputs_shape):
+        self.token_embedding = keras.layers.Embedding(
+            self.vocabulary_size,
+            self.embedding_dim,
+            dtype=self.dtype_policy,
+            name="token_embedding",
+        )
+        self.token_embedding.build(inputs_shape)
+        if self.position == "learned":
+            self.position_embedding = self.add_weight(
+                name="position_embedding",
+                shape=(self.sequence_length, self.embedding_dim),
+                initializer="uniform",
+            )
+
+    def call(self, inputs, reverse=False):
+        self._check_shape(inputs.shape, reverse)
+        if reverse:
+            table = self.token_embedding.embeddings
+            return ops.matmul(
+                ops.cast(inputs, self.compute_dtype),
+                ops.transpose(ops.cast(table, self.compute_dtype)),
+            )
+        tokens = self.token_embedding(inputs)
+        length = ops.shape(inputs)[1]
+        if self.position == "learned":
+            positions = self.position_embedding[:length]
+            return tokens + ops.cast(positions, self.compute_dtype)
+        if self.position == "sine":
+            angle = _angles(length, self.embedding_dim // 2, "float32")
+            positions = ops.concatenate(
+                [ops.sin(angle), ops.cos(angle)], axis=-1
+            )
+            tokens = tokens * self.embedding_dim**0.5
+            return tokens + ops.cast(positions, self.compute_dtype)
+        return tokens
+
+    def _check_shape(self, shape, reverse):
+        rank = 3 if reverse else 2
+        if len(shape) != rank or (
+            reverse and shape[-1] != self.embedding_dim
+        ):
+            expected = "(batch, length)"
+            if reverse:
+                expected = f"(batch, length, {self.embedding_dim})"
+            raise ValueError(
+                f"{self.name} expected an input of shape {expected} with "
+                f"reverse={reverse}. Received: inputs.shape={tuple(shape)}"
+            )
+        learned = self.position == "learned" and not reverse
+        if learned and (shape[1] or 0) > self.sequence_length:
+            raise ValueError(
+                f"{self.name} has learned positions for sequence_length="
+                f"{self.sequence_length} tokens. Received: "
+                f"inputs.shape={tuple(shape)}"
+            )
+
+    def compute_mask(self, inputs, previous_mask=None):
+        if not self.mask_zero or len(inputs.shape) == 3:
+            return previous_mask
+        return ops.not_equal(inputs, 0)
+
+    def compute_output_shape(self, inputs_shape, reverse=False):
+        width = self.vocabulary_size if reverse else self.embedding_dim
+        return (*inputs_shape[:2], width)
+
+    def compute_output_spec(self, inputs, reverse=False):
+        self._check_shape(inputs.shape, reverse)
+        return keras.KerasTensor(
+            self.compute_output_shape(inputs.shape, reverse),
+            dtype=self.compute_dtype,
+        )
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "vocabulary_size": self.vocabulary_size,
+            "sequence_length": self.sequence_length,
+            "embedding_dim": self.embedding_dim,
+            "position": self.position,
+            "mask_zero": self.mask_zero,
+        }
