@@ -30,7 +30,8 @@ def export_saved_model(model, path, input_signature=None):
     updates of moving averages). Every dimension that is `None` in the model's
     inputs stays free, and so does the batch: a model built with
     `keras.Input((None,))` serves any batch size and any length. A process
-    without this package runs it by `tf.saved_model.load(path).serve(x)`.
+    without this package runs it by `loaded = tf.saved_model.load(path)` and
+    `loaded.serve(x)`; it must keep `loaded`, which holds the variables.
 
     The optimizer's state is not part of a SavedModel: to resume training,
     save a `.keras` file. A Keras mask on the model's *output* (from
@@ -89,7 +90,7 @@ def export_saved_model(model, path, input_signature=None):
     # trainable: only the lists keep what the model says. They hold the very
     # variables that the endpoints use; Keras's wrappers, or
     # `archive.track(model)`, would write every value a second time.
-    for name in ("variables", "trainable_variables", "non_trainable_variables"):
+    for name in "variables", "trainable_variables", "non_trainable_variables":
         archive.add_variable_collection(
             name, [variable.value for variable in getattr(model, name)]
         )

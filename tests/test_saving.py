@@ -9,7 +9,11 @@ import keras
 import numpy as np
 import pytest
 
+import keras_performer
 from keras_performer import saving
+
+if keras.config.backend() == "tensorflow":
+    import tensorflow as tf
 
 to_numpy = keras.ops.convert_to_numpy
 
@@ -187,7 +191,8 @@ def test_float64_keeps_its_digits(tmp_path):
     outputs = keras.layers.Rescaling(1.0, dtype="float64")(inputs)
     saving.export_saved_model(keras.Model(inputs, outputs), tmp_path / "e")
     x = np.array([[1 + 1e-12, 1 - 1e-12, 1e-300]])
-    np.testing.assert_array_equal(saving.load_saved_model(tmp_path / "e")(x), x)
+    layer = saving.load_saved_model(tmp_path / "e")
+    np.testing.assert_array_equal(layer(x), x)
 
 
 @keras.saving.register_keras_serializable(package="test_saving")
@@ -303,3 +308,108 @@ def test_other_backends_are_refused(tmp_path):
     with pytest.raises(NotImplementedError, match="KERAS_BACKEND=tensorflow"):
         saving.load_saved_model(tmp_path)
     assert not list(pathlib.Path(tmp_path).iterdir())
+
+
+def normal(*shape):
+    return np.random.default_rng(5).normal(size=shape).astype("float32")
+
+
+# A window of 4 and chunks of 8 make the longest input, 33 tokens, use the
+# exact blocks, the carried state and several chunks.
+BLOCKS = {
+    "bidirectional": {},
+    "causal": {"causal": True, "local_window": 0, "chunk_size": 8},
+    "windowed": {"causal": True, "local_window": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def exported_blocks(tmp_path_factory):
+    """Models of one block with dropout, each with its export."""
+    if keras.config.backend() != "tensorflow":
+        # A fixture of a module is made before the test's own mark is read.
+        pytest.skip("a SavedModel is a TensorFlow graph")
+    blocks = {}
+    for kind, kwargs in BLOCKS.items():
+        keras.utils.set_random_seed(3)
+        block = keras_performer.PerformerBlock(
+            num_heads=2,
+            intermediate_dim=32,
+            num_features=32,
+            dropout=0.3,
+            **kwargs,
+        )
+        model = keras.Sequential([keras.Input((None, 16)), block])
+        path = tmp_path_factory.mktemp(kind)
+        saving.export_saved_model(model, path)
+        blocks[kind] = model, path
+    return blocks
+
+
+@tensorflow_only
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_o49_block_exports_for_any_batch_and_length(
+    kind, exported_blocks, tmp_path
+):
+    model, path = exported_blocks[kind]
+    model.export(tmp_path, verbose=False)
+    # The functions hold their variables weakly: the loaded objects must live.
+    loaded = [tf.saved_model.load(str(p)) for p in (path, tmp_path)]
+    reloads = [
+        *(one.serve for one in loaded),
+        saving.load_saved_model(path),
+        keras.layers.TFSMLayer(tmp_path),
+    ]
+    for shape in ((1, 7), (5, 33), (3, 1)):
+        x = normal(*shape, 16)
+        expected = model.predict(x, verbose=0)
+        for reloaded in reloads:
+            first = reloaded(x)
+            np.testing.assert_allclose(first, expected, atol=TOLERANCE)
+            np.testing.assert_array_equal(reloaded(x), first)
+
+
+@tensorflow_only
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_o50_gradients_of_the_reloaded_block(kind, exported_blocks):
+    model, path = exported_blocks[kind]
+    layer = saving.load_saved_model(path)
+    names = [v.path.replace("/", "_") for v in model.trainable_variables]
+    assert sorted(v.name for v in layer.trainable_variables) == sorted(names)
+    x = tf.constant(normal(2, 33, 16))
+    target = normal(2, 33, 16)
+
+    def gradients(function, variables):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_mean((function(x) - target) ** 2)
+        return tape.gradient(loss, [x, *(v.value for v in variables)])
+
+    ours = {v.name: v for v in layer.trainable_variables}
+    expected = gradients(model, model.trainable_variables)
+    for name, got, want in zip(
+        ["input", *names],
+        gradients(layer, [ours[name] for name in names]),
+        expected,
+        strict=True,
+    ):
+        assert np.abs(want).max() > 0
+        np.testing.assert_allclose(
+            got, want, atol=1e-4 * np.abs(want).max(), err_msg=name
+        )
+
+
+@tensorflow_only
+def test_reloaded_block_fine_tunes(exported_blocks):
+    model, path = exported_blocks["windowed"]
+    layer = saving.load_saved_model(path)
+    projection = to_numpy(model.layers[0].attention.projection)
+    (ours,) = [v for v in layer.non_trainable_variables if "proj" in v.name]
+    tuned = keras.Sequential([keras.Input((None, 16)), layer])
+    tuned.compile(keras.optimizers.Adam(0.01), "mse")
+    x = normal(16, 12, 16)
+    losses = tuned.fit(x, -x, epochs=20, verbose=0).history["loss"]
+    assert losses[-1] < 0.7 * losses[0]
+    np.testing.assert_array_equal(ours, projection)
+    first, second = (to_numpy(layer(x, training=True)) for _ in range(2))
+    assert np.abs(first - second).max() > 0.1
