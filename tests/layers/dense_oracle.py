@@ -116,15 +116,13 @@ class Variant:
         return x + dense(block.output_dense, hidden)
 
 
-# A short chunk puts several chunk borders into a short sequence. The default
-# window is longer than any sequence here, so that all of it is exact.
+# A short chunk puts several chunk borders into a short sequence.
 VARIANTS = {
     "favor": Variant("favor+"),
     "favor-causal": Variant(
         "favor+", True, kwargs=(("local_window", 0), ("chunk_size", 3))
     ),
     "favor-window": Variant("favor+", True, 2, (("local_window", 2),)),
-    "favor-default": Variant("favor+", True, 128),
     "relu": Variant("relu"),
     "relu-causal": Variant("relu", True, kwargs=(("chunk_size", 3),)),
     "exact": Variant("exact"),
@@ -133,6 +131,8 @@ VARIANTS = {
 CAUSAL = [name for name, variant in VARIANTS.items() if variant.causal]
 NOT_CAUSAL = [name for name in VARIANTS if name not in CAUSAL]
 LINEAR = [name for name in VARIANTS if VARIANTS[name].kernel != "exact"]
+# For what does not depend on the numbers: one of each kind of map.
+SAMPLE = ["favor-window", "relu", "exact-causal"]
 
 
 def project(layer, x):

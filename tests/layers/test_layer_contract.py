@@ -63,12 +63,19 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("name", ATTENTION)
-def test_attention_climbs_the_ladder(name):
+def slow_unless(fast, names):
+    """Parameters of which only some run by default: compiling takes long."""
+    return [
+        name if name in fast else pytest.param(name, marks=pytest.mark.slow)
+        for name in names
+    ]
+
+
+def attention_ladder(name):
     kwargs = {**BASE, **ATTENTION[name]}
     feature_map = kwargs.get("feature_map", "favor+")
     projected = feature_map != "exact" and name != "own-map"
-    Ladder(
+    return Ladder(
         PerformerAttention,
         kwargs,
         SELF,
@@ -78,20 +85,39 @@ def test_attention_climbs_the_ladder(name):
         seeds=int("dropout" in kwargs),
         # One for each kernel and each bias, and one for the output.
         losses=9 if name == "penalties" else 0,
-    ).climb()
+    )
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_climbs_the_ladder(name):
+    attention_ladder(name).climb()
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(
+        ("defaults", "small-window", "relu-causal", "exact", "penalties"),
+        ATTENTION,
+    ),
+)
+def test_attention_trains_when_compiled_by_xla(name):
+    attention_ladder(name).check_fit_step(jit_compile=True)
 
 
 @pytest.mark.parametrize("name", ["defaults", "relu", "exact", "own-map"])
 @pytest.mark.parametrize("inputs", [CROSS, THREE], ids=["two", "three"])
 def test_cross_attention_climbs_the_ladder(name, inputs):
-    Ladder(
+    ladder = Ladder(
         PerformerAttention,
         {**BASE, **ATTENTION[name]},
         inputs,
         output_shape=(2, 7, 11),
         trainable=8,
         non_trainable=int(name in ("defaults", "relu")),
-    ).climb()
+    )
+    ladder.climb()
+    if name == "defaults":
+        ladder.check_fit_step(jit_compile=True)
 
 
 BLOCK = {
@@ -107,8 +133,7 @@ BLOCK = {
 }
 
 
-@pytest.mark.parametrize("name", BLOCK)
-def test_block_climbs_the_ladder(name):
+def block_ladder(name):
     kwargs = {"num_heads": 2, "intermediate_dim": 13, "key_dim": 3}
     kwargs = {**kwargs, "num_features": 26, **BLOCK[name]}
     block = PerformerBlock(**kwargs)
@@ -116,7 +141,7 @@ def test_block_climbs_the_ladder(name):
     # A norm may keep its offset where no other bias is wanted.
     trainable = len(block.trainable_weights)
     assert trainable in ((16,) if kwargs.get("use_bias", True) else (8, 10))
-    Ladder(
+    return Ladder(
         PerformerBlock,
         kwargs,
         SELF,
@@ -124,26 +149,42 @@ def test_block_climbs_the_ladder(name):
         trainable=trainable,
         non_trainable=int(name != "exact"),
         seeds=2 if "dropout" in kwargs else 0,
-    ).climb()
+    )
+
+
+@pytest.mark.parametrize("name", BLOCK)
+def test_block_climbs_the_ladder(name):
+    block_ladder(name).climb()
+
+
+@pytest.mark.parametrize(
+    "name", slow_unless(("defaults", "dropout", "exact"), BLOCK)
+)
+def test_block_trains_when_compiled_by_xla(name):
+    block_ladder(name).check_fit_step(jit_compile=True)
 
 
 @pytest.mark.parametrize("mask_zero", [False, True])
 @pytest.mark.parametrize("position", ["learned", "sine", None])
 def test_embedding_climbs_the_ladder(position, mask_zero):
-    Ladder(
+    # Sines and cosines come in pairs.
+    width = 10 if position == "sine" else 11
+    ladder = Ladder(
         TokenAndPositionEmbedding,
         {
             "vocabulary_size": 19,
             "sequence_length": 7,
-            "embedding_dim": 11,
+            "embedding_dim": width,
             "position": position,
             "mask_zero": mask_zero,
         },
         {"inputs": IDS},
-        output_shape=(2, 7, 11),
+        output_shape=(2, 7, width),
         trainable=2 if position == "learned" else 1,
-        moving=("embeddings",),
-    ).climb()
+        moving=("embeddings", "position_embedding"),
+    )
+    ladder.climb()
+    ladder.check_fit_step(jit_compile=True)
 
 
 # Arguments.

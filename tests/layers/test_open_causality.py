@@ -72,17 +72,18 @@ def test_o16_the_flag_at_the_call_equals_the_flag_of_the_constructor(kernel):
 
 @KINDS
 @causal_variants
-@pytest.mark.parametrize("factor", [5.0, 20.0, 50.0])
-def test_o17_a_large_last_input_does_not_change_the_past(name, kind, factor):
+def test_o17_a_large_last_input_does_not_change_the_past(name, kind):
     layer = getattr(VARIANTS[name], kind)()
     x = normal(1, LENGTH, 11)
     before = to_numpy(layer(x))
-    x[0, -1] *= factor
-    after = to_numpy(layer(x))
-    assert np.all(np.isfinite(after))
-    # 1e-5 is the case's. Only the order of sums could change at all.
-    assert np.max(np.abs(after[:, :-1] - before[:, :-1])) <= 1e-5
-    assert np.max(np.abs(after[:, -1] - before[:, -1])) > 1e-2
+    for factor in (5.0, 20.0, 50.0):
+        large = x.copy()
+        large[0, -1] *= factor
+        after = to_numpy(layer(large))
+        assert np.all(np.isfinite(after))
+        # 1e-5 is the case's. Only the order of sums could change at all.
+        assert np.max(np.abs(after[:, :-1] - before[:, :-1])) <= 1e-5
+        assert np.max(np.abs(after[:, -1] - before[:, -1])) > 1e-2
 
 
 @causal_variants

@@ -14,8 +14,8 @@ import pytest
 
 from keras_performer.layers import PerformerAttention
 from keras_performer.layers import PerformerBlock
-from tests.layers.dense_oracle import LINEAR
 from tests.layers.dense_oracle import NOT_CAUSAL
+from tests.layers.dense_oracle import SAMPLE
 from tests.layers.dense_oracle import VARIANTS
 from tests.testing import MIXED_POLICIES
 from tests.testing import ON_TENSORFLOW
@@ -28,7 +28,8 @@ if ON_TENSORFLOW:
     import tensorflow as tf
 
 every_variant = pytest.mark.parametrize("name", VARIANTS)
-linear_variants = pytest.mark.parametrize("name", LINEAR)
+samples = pytest.mark.parametrize("name", SAMPLE)
+linear_samples = pytest.mark.parametrize("name", ["favor-window", "relu"])
 KINDS = pytest.mark.parametrize("kind", ["attention", "block"])
 
 
@@ -44,7 +45,7 @@ def model_of(*layers, shape=(None, 11)):
 
 
 @pytest.mark.tensorflow_only("MirroredStrategy is TensorFlow's")
-@linear_variants
+@linear_samples
 def test_o38_a_block_with_dropout_under_mirrored_strategy(
     name, two_replicas, tmp_path
 ):
@@ -132,7 +133,7 @@ def test_o39_every_argument_survives_json(layer_class, arguments):
 
 
 @KINDS
-@every_variant
+@samples
 def test_o39_a_saved_model_needs_no_custom_objects(kind, name, tmp_path):
     model = model_of(make(kind, name))
     path = tmp_path / "model.keras"
@@ -195,7 +196,7 @@ class TwoBlocks(keras.layers.Layer):
         }
 
 
-@every_variant
+@samples
 def test_o41_nested_blocks_are_saved_with_all_their_weights(name, tmp_path):
     model = model_of(TwoBlocks(name))
     x = normal(2, 7, 11)
@@ -374,7 +375,7 @@ def test_o46_a_ragged_tensor_is_refused_by_name(kind):
 
 
 @pytest.mark.parametrize("with_input", [True, False])
-@every_variant
+@samples
 def test_o47_attention_and_block_in_a_sequential(name, with_input):
     layers = [
         VARIANTS[name].attention(2, 4),
@@ -407,7 +408,7 @@ def test_o47_a_list_of_tensors_is_refused_with_help():
         VARIANTS["favor"].attention()([x, x])
 
 
-@linear_variants
+@linear_samples
 def test_o48_a_clone_has_the_weights_that_it_is_given(name):
     inputs, mask = keras.Input((7, 11)), keras.Input((7,), dtype="bool")
     x = make("block", name)(inputs, mask=mask)
@@ -427,7 +428,7 @@ def test_o48_a_clone_has_the_weights_that_it_is_given(name):
     assert_differs(unmasked, expected)
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@linear_samples
 def test_o57_a_frozen_block_does_not_train(name):
     block = make("block", name)
     model = model_of(block, keras.layers.Dense(3))
@@ -455,7 +456,7 @@ def test_o57_a_frozen_block_does_not_train(name):
     assert sum(changed) >= 15
 
 
-@every_variant
+@samples
 def test_o58_lora_trains_the_inner_projections_only(name):
     layer = VARIANTS[name].attention()
     model = model_of(layer)
@@ -505,7 +506,7 @@ def test_o59_weight_paths_are_unique_and_scoped(tmp_path):
     assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
-@every_variant
+@samples
 def test_o60_pickle_and_deepcopy_keep_the_predictions(name):
     model = model_of(make("attention", name), make("block", name, dropout=0.1))
     x = normal(2, 7, 11)

@@ -15,6 +15,7 @@ from keras_performer.layers import PerformerAttention
 from keras_performer.layers import PerformerBlock
 from tests.layers.dense_oracle import CAUSAL
 from tests.layers.dense_oracle import NOT_CAUSAL
+from tests.layers.dense_oracle import SAMPLE
 from tests.layers.dense_oracle import VARIANTS
 from tests.testing import MIXED_POLICIES
 from tests.testing import ON_TENSORFLOW
@@ -40,16 +41,16 @@ def prefix_mask(length, *lengths):
 
 
 @every_variant
-@pytest.mark.parametrize("fill", [0.0, 5.0, 50.0])
-def test_o01_padded_keys_do_not_matter(name, fill):
+def test_o01_padded_keys_do_not_matter(name):
     layer = VARIANTS[name].attention()
     x, mask = normal(2, 7, 11), prefix_mask(7, 5, 7)
     alone = layer(x[:1, :5])
     full = layer(x[1:])
-    x[0, 5:] = fill
-    padded = layer(x, mask=mask)
-    assert_close(padded[:1, :5], alone, 1e-5)
-    assert_close(padded[1:], full, 1e-5)
+    for fill in (0.0, 5.0, 50.0):
+        x[0, 5:] = fill
+        padded = layer(x, mask=mask)
+        assert_close(padded[:1, :5], alone, 1e-5)
+        assert_close(padded[1:], full, 1e-5)
 
 
 @every_variant
@@ -73,7 +74,7 @@ def test_o03_true_means_keep(name):
     truncated = layer(x[:, :2])
     assert_close(layer(x, mask=mask)[:, :2], truncated, 1e-5)
     assert_differs(layer(x, mask=~mask)[:, :2], truncated)
-    assert "True" in PerformerAttention.__doc__
+    assert "*keep*" in PerformerAttention.__doc__
 
 
 @every_variant
@@ -155,7 +156,7 @@ def embedded(layer, mask_zero=True):
 IDS = np.array([[3, 1, 4, 15, 9, 0, 0], [2, 7, 18, 2, 8, 1, 0]], "int32")
 
 
-@every_variant
+@pytest.mark.parametrize("name", ["favor", *SAMPLE])
 @pytest.mark.parametrize("kind", ["attention", "block"])
 def test_o07_the_mask_of_an_embedding_is_used(name, kind):
     layer = getattr(VARIANTS[name], kind)()
@@ -246,9 +247,8 @@ def test_o10_an_explicit_mask_crosses_a_compiled_function(name):
     x = normal(2, 7, 11)
     mask = np.array([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]], bool)
     eager = layer(x, mask=mask)
-    for mode in ("graph", "xla"):
-        traced = compiled(lambda x, m: layer(x, mask=m), mode)(x, mask)
-        assert_close(traced, eager, 1e-6)
+    traced = compiled(lambda x, m: layer(x, mask=m))(x, mask)
+    assert_close(traced, eager, 1e-6)
     assert_differs(eager, layer(x))
 
 
@@ -312,7 +312,7 @@ def test_o12_a_mask_that_factors_is_the_key_mask(name):
         np.testing.assert_array_equal(to_numpy(actual), to_numpy(expected))
 
 
-@every_variant
+@pytest.mark.parametrize("name", ["favor", *SAMPLE])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_o13_every_form_of_a_mask_gives_the_same_bits(name, policy):
     layer = VARIANTS[name].attention(dtype=policy)

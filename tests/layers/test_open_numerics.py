@@ -9,6 +9,7 @@ from keras_performer.feature_maps import FavorPlus
 from keras_performer.feature_maps import GeneralizedKernel
 from keras_performer.layers import PerformerAttention
 from keras_performer.layers import PerformerBlock
+from tests.layers.dense_oracle import SAMPLE
 from tests.layers.dense_oracle import VARIANTS
 from tests.layers.dense_oracle import normalise
 from tests.testing import MIXED_POLICIES
@@ -19,7 +20,6 @@ from tests.testing import normal
 from tests.testing import to_numpy
 from tests.testing import weight_gradients
 
-every_variant = pytest.mark.parametrize("name", VARIANTS)
 SEEDS = 20
 
 
@@ -29,7 +29,7 @@ def with_float64(*values):
     return [*values, pytest.param("float64", marks=marks)]
 
 
-@every_variant
+@pytest.mark.parametrize("name", ["favor", "favor-causal", *SAMPLE])
 def test_o21_float16_with_large_masked_inputs(name):
     x, mask = normal(2, 17, 31, scale=4.0), np.ones((2, 17), bool)
     mask[:, 9:] = False
@@ -56,7 +56,7 @@ def test_o21_float16_learns_with_loss_scaling(name):
     mask = keras.Input((17,), dtype="bool")
     output = VARIANTS[name].block()(inputs, mask=mask)
     model = keras.Model([inputs, mask], output)
-    model.compile(keras.optimizers.Adam(1e-2), "mse")
+    model.compile(keras.optimizers.Adam(1e-2), "mse", jit_compile=False)
     x, keep = normal(2, 17, 31, scale=4.0), np.ones((2, 17), bool)
     keep[:, 9:] = False
     y = normal(2, 17, 31, seed=1)
