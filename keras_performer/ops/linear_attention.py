@@ -309,9 +309,7 @@ def attention_scores(
         weights = ops.einsum("bhim,bhjm->bhij", features_q, features_k)
         if seen is not None:
             weights = ops.where(seen, weights, 0.0)
-        total = ops.sum(weights, axis=-1, keepdims=True)
-        weights = ops.concatenate([weights, total], axis=-1)
-        return chunks.normalize(weights, chunks.PLAIN_FLOOR)[0]
+        return _divided_by_sum(weights, chunks.PLAIN_FLOOR)
     max_q = ops.max(features_q, axis=-1, keepdims=True)  # [B, H, L, 1]
     max_k = ops.max(features_k, axis=-1, keepdims=True)  # [B, H, S, 1]
     products = ops.einsum(
@@ -329,10 +327,20 @@ def attention_scores(
 
 
 def _masked_softmax(scores, seen):
-    if seen is None:
-        return ops.softmax(scores, axis=-1)
-    scores = ops.where(seen, scores, chunks.LOG_ZERO)
-    return ops.where(seen, ops.softmax(scores, axis=-1), 0.0)
+    if seen is not None:
+        scores = ops.where(seen, scores, chunks.LOG_ZERO)
+    # The maximum cancels, so it needs no gradient.
+    largest = ops.stop_gradient(ops.max(scores, axis=-1, keepdims=True))
+    weights = ops.exp(scores - largest)
+    if seen is not None:
+        weights = ops.where(seen, weights, 0.0)
+    return _divided_by_sum(weights, chunks.LOG_FLOOR)
+
+
+def _divided_by_sum(weights, floor):
+    total = ops.sum(weights, axis=-1, keepdims=True)
+    weights = ops.concatenate([weights, total], axis=-1)
+    return chunks.normalize(weights, floor)[0]
 
 
 def _seen(query, key, key_mask, causal):

@@ -77,7 +77,8 @@ def attention_matrix(
         some = ops.any(seen, axis=-1, keepdims=True)
         values = ops.where(seen, values, -float("inf"))
         values = ops.where(some, values, 0.0)
-        return ops.where(some, ops.softmax(values, axis=-1), 0.0)
+        total = ops.logsumexp(values, axis=-1, keepdims=True)
+        return ops.where(some, ops.exp(values - total), 0.0)
     values = ops.where(seen, values, 0.0)
     total = ops.sum(values, axis=-1, keepdims=True)
     some = total != 0

@@ -1,0 +1,401 @@
+"""Fast attention against the whole matrix, outputs and every gradient.
+
+Sizes are distinct primes where they can be, so that no swapped axis passes.
+"""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_performer import FeatureMap
+from keras_performer import feature_maps
+from keras_performer import ops
+from keras_performer.ops import reference
+from tests.ops.gradients import MODES
+from tests.ops.gradients import ON_JAX
+from tests.ops.gradients import XLA_MODES
+from tests.ops.gradients import differentiate
+from tests.ops.sizes import BATCH
+from tests.ops.sizes import DIM
+from tests.ops.sizes import FEATURES
+from tests.ops.sizes import HEADS
+from tests.ops.sizes import WIDTH
+from tests.testing import to_numpy
+
+# Rounding of float32 in sums of a few hundred terms, relative to the largest
+# entry; gradients pass through twice as many products. These are the goals
+# that the design sets for inputs up to N(0, 8^2).
+OUTPUT_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+
+
+class Draw:
+    """Inputs, mask, cotangent and projection of one case."""
+
+    def __init__(
+        self, name, length, source=None, scale=1.0, dim=DIM, features=FEATURES
+    ):
+        rng = np.random.default_rng(length)
+        source = source or length
+
+        def normal(size, width):
+            draw = rng.normal(size=(BATCH, size, HEADS, width))
+            return draw.astype("float32")
+
+        self.feature_map = feature_maps.get(name)
+        # What layers hand in: queries and keys times D ** -0.25.
+        size = np.float32(scale * dim**-0.25)
+        self.arrays = [
+            normal(length, dim) * size,
+            normal(source, dim) * size,
+            normal(source, WIDTH),
+        ]
+        self.cotangent = normal(length, WIDTH)
+        self.mask = rng.random((BATCH, source)) > 0.2
+        self.mask[1, : source // 3] = False  # rows that see nothing
+        self.projection = to_numpy(
+            self.feature_map.draw_projection(features, dim, seed=3)
+        )
+
+    def function(self, mode, mask=None, causal=True, **options):
+        """Value and gradients of the fast path, as a function."""
+        attend = ops.causal_kernel_attention if causal else ops.kernel_attention
+
+        def function(q, k, v):
+            return attend(
+                q,
+                k,
+                v,
+                mask,
+                feature_map=self.feature_map,
+                projection=self.projection,
+                **options,
+            )
+
+        return differentiate(function, mode)
+
+    def fast(self, mode, mask=None, causal=True, **options):
+        run = self.function(mode, mask, causal, **options)
+        return run(self.arrays, self.cotangent)
+
+    def oracle(self, mask=None, **options):
+        """The same in float64, from the whole matrix."""
+
+        def function(q, k, v):
+            return reference.attention(
+                q,
+                k,
+                v,
+                self.feature_map,
+                keras.ops.convert_to_tensor(self.projection, "float64"),
+                key_mask=mask,
+                **options,
+            )
+
+        arrays = [x.astype("float64") for x in self.arrays]
+        return differentiate(function)(arrays, self.cotangent)
+
+
+def assert_equal(actual, expected):
+    for n, (a, b) in enumerate(zip(actual, expected)):
+        assert a.shape == b.shape
+        assert np.all(np.isfinite(a))
+        # Relative to the largest entry; a gradient that vanishes (one key
+        # alone has all the weight) is compared with inputs of size 1.
+        error = np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 0.1)
+        limit = GRADIENT_TOLERANCE if n else OUTPUT_TOLERANCE
+        assert error <= limit, f"{('value', 'dq', 'dk', 'dv')[n]}: {error}"
+
+
+CHUNK = 16
+# One chunk and less, its edges, several, and a prime.
+LENGTHS = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3, 67]
+# (feature map, local window, chunk size)
+CAUSAL = [
+    ("favor+", 0, CHUNK),
+    ("relu", 0, CHUNK),
+    ("favor+", 7, None),
+    ("favor+", CHUNK, 3 * CHUNK),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "window", "chunk"), CAUSAL)
+def test_causal_equals_the_matrix_at_every_length(name, window, chunk, mode):
+    options = {"local_window": window, "chunk_size": chunk}
+    # A trace for each length is slow, so a static one covers a few.
+    lengths = LENGTHS if mode != "graph" else (1, 2 * CHUNK + 3)
+    function = Draw(name, 2).function(mode, **options)
+    for length in lengths:
+        case = Draw(name, length)
+        assert_equal(
+            function(case.arrays, case.cotangent),
+            case.oracle(causal=True, local_window=window),
+        )
+
+
+@pytest.mark.parametrize("mode", XLA_MODES)
+@pytest.mark.parametrize(("name", "window", "chunk"), CAUSAL[:3])
+def test_causal_equals_the_matrix_under_xla(name, window, chunk, mode):
+    case = Draw(name, 37)
+    actual = case.fast(
+        mode, case.mask, local_window=window, chunk_size=chunk
+    )
+    expected = case.oracle(case.mask, causal=True, local_window=window)
+    assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("dim", [8, 64])
+@pytest.mark.parametrize("window", [0, 32])
+@pytest.mark.parametrize("scale", [0.5, 1, 2, 4, 8])
+def test_causal_holds_for_inputs_of_any_size(scale, window, dim):
+    case = Draw("favor+", 149, scale=scale, dim=dim, features=128)
+    actual = case.fast("graph", local_window=window, chunk_size=64)
+    assert_equal(actual, case.oracle(causal=True, local_window=window))
+
+
+@pytest.mark.parametrize("scale", [0.5, 1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["favor+", "relu"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_bidirectional_equals_the_matrix(masked, name, scale):
+    case = Draw(name, 41, source=59, scale=scale)
+    mask = case.mask if masked else None
+    expected = case.oracle(mask)
+    assert_equal(case.fast("eager", mask, causal=False), expected)
+
+
+@pytest.mark.parametrize("mode", XLA_MODES)
+def test_bidirectional_equals_the_matrix_under_xla(mode):
+    case = Draw("favor+", 41, source=59)
+    actual = case.fast(mode, case.mask, causal=False)
+    assert_equal(actual, case.oracle(case.mask))
+
+
+@pytest.mark.parametrize(("name", "window", "chunk"), CAUSAL)
+def test_a_masked_key_is_left_out(name, window, chunk):
+    case = Draw(name, 67)
+    actual = case.fast(
+        "graph", case.mask, local_window=window, chunk_size=chunk
+    )
+    expected = case.oracle(case.mask, causal=True, local_window=window)
+    assert_equal(actual, expected)
+    # Its own gradients are 0, and what it holds does not matter, NaN included.
+    for gradient in actual[2:]:
+        assert np.all(gradient[~case.mask] == 0)
+    for array in case.arrays[1:]:
+        array[~case.mask] = np.nan
+    again = case.fast(
+        "graph", case.mask, local_window=window, chunk_size=chunk
+    )
+    for a, b in zip(actual, again):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_the_chunk_size_never_changes_the_result(window):
+    case = Draw("favor+", 67)
+    results = [
+        case.fast("eager", local_window=window, chunk_size=size)
+        for size in (1, 5, 16, 64, 200, None)
+    ]
+    for result in results[1:]:
+        # Sums in another order: rounding alone.
+        assert_equal(result, results[0])
+
+
+def test_up_to_two_windows_attention_is_exact():
+    window = 17
+    case = Draw("favor+", 2 * window, scale=2)
+    q, k, v = (x.astype("float32") for x in case.arrays)
+    actual = ops.causal_kernel_attention(
+        *(keras.ops.convert_to_tensor(x) for x in (q, k, v)),
+        feature_map=case.feature_map,
+        projection=case.projection,
+        local_window=window,
+    )
+    scale = np.float32(DIM**0.25)  # exact_attention scales by itself
+    exact = ops.exact_attention(q * scale, k * scale, v, causal=True)
+    # Rounding of float32 scores of size 16.
+    np.testing.assert_allclose(actual, exact, atol=1e-5)
+
+
+def test_the_feature_part_reaches_beyond_the_window():
+    case = Draw("favor+", 67)
+    whole = case.oracle(causal=True)[0]
+    local = case.oracle(causal=True, local_window=7)[0]
+    assert np.max(np.abs(whole - local)) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["relu", "favor+"])
+def test_given_features_equal_the_recurrence(name):
+    case = Draw(name, 37)
+    q, k, v = (keras.ops.convert_to_tensor(x, "float32") for x in case.arrays)
+    features = [
+        case.feature_map(x, case.projection, is_query)
+        for x, is_query in ((q, True), (k, False))
+    ]
+    if case.feature_map.log_space:
+        features = [keras.ops.exp(x) for x in features]
+    expected = reference.attention_by_token(*features, v, case.mask)
+    actual = ops.causal_linear_attention(*features, v, case.mask, chunk_size=8)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    through_map = ops.causal_kernel_attention(
+        q,
+        k,
+        v,
+        case.mask,
+        feature_map=case.feature_map,
+        projection=case.projection,
+    )
+    np.testing.assert_allclose(through_map, expected, atol=1e-5)
+    both = ops.linear_attention(*features, v, case.mask)
+    matrix = np.einsum("bihm,bjhm->bhij", *map(np.asarray, features))
+    matrix = matrix * case.mask[:, None, None, :]
+    matrix = matrix / np.sum(matrix, axis=-1, keepdims=True)
+    expected = np.einsum("bhij,bjhe->bihe", matrix, np.asarray(v))
+    np.testing.assert_allclose(both, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "window", "chunk"), CAUSAL)
+def test_the_future_never_changes_the_past(name, window, chunk):
+    case = Draw(name, 67)
+    before = case.fast("graph", local_window=window, chunk_size=chunk)[0]
+    for factor in (5, 20, 50):
+        other = Draw(name, 67)
+        for array in other.arrays:
+            array[:, -1] *= factor
+        after = other.fast("graph", local_window=window, chunk_size=chunk)[0]
+        # No stabiliser sees the last token: not even rounding changes.
+        np.testing.assert_array_equal(after[:, :-1], before[:, :-1])
+        assert np.max(np.abs(after[:, -1] - before[:, -1])) > 1e-3
+    t = 40
+    case.cotangent[:, t:] = 0
+    gradients = case.fast("graph", local_window=window, chunk_size=chunk)[1:]
+    for gradient in gradients:
+        assert np.all(gradient[:, t:] == 0)
+        assert np.any(gradient[:, :t] != 0)
+
+
+@pytest.mark.parametrize(("name", "window", "chunk"), CAUSAL)
+def test_a_state_continues_a_sequence(name, window, chunk):
+    case = Draw(name, 67)
+    options = {"local_window": window, "chunk_size": chunk}
+    expected = case.fast("eager", case.mask, **options)
+    cuts = [0, 1, 8, 8, 31, 67]  # a single token and an empty segment too
+    states = []
+
+    def function(q, k, v):
+        state, outputs = None, []
+        for start, end in zip(cuts, cuts[1:]):
+            output, state = ops.causal_kernel_attention(
+                q[:, start:end],
+                k[:, start:end],
+                v[:, start:end],
+                case.mask[:, start:end],
+                feature_map=case.feature_map,
+                projection=case.projection,
+                initial_state=state,
+                return_state=True,
+                **options,
+            )
+            outputs.append(output)
+        states.append(state)
+        return keras.ops.concatenate(outputs, axis=1)
+
+    actual = differentiate(function)(case.arrays, case.cotangent)
+    # Gradients too: they flow back through the states.
+    assert_equal(actual, expected)
+    function(*map(keras.ops.convert_to_tensor, case.arrays))
+    np.testing.assert_array_equal(states[-1]["position"], [67, 67])
+
+
+def test_no_tokens_give_no_output():
+    empty = keras.ops.zeros((2, 0, HEADS, DIM))
+    case = Draw("favor+", 2)
+    for window in (0, 4):
+        output = ops.causal_kernel_attention(
+            empty,
+            empty,
+            empty,
+            feature_map=case.feature_map,
+            projection=case.projection,
+            local_window=window,
+        )
+        assert tuple(output.shape) == (2, 0, HEADS, DIM)
+    case = Draw("favor+", 1)
+    single = case.fast("eager")[0]
+    both = case.fast("eager", causal=False)[0]
+    np.testing.assert_allclose(single, both, atol=1e-6)
+    np.testing.assert_allclose(single, case.arrays[2], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["favor+", "relu"])
+@pytest.mark.parametrize("window", [None, 0, 7])
+def test_scores_are_the_matrix(name, window):
+    if window and name == "relu":
+        window = 0
+    case = Draw(name, 37, scale=2)
+    q, k, _ = (keras.ops.convert_to_tensor(x, "float32") for x in case.arrays)
+    options = {"causal": window is not None, "local_window": window or 0}
+    scores = ops.attention_scores(
+        q,
+        k,
+        case.mask,
+        feature_map=case.feature_map,
+        projection=case.projection,
+        **options,
+    )
+    expected = reference.attention_matrix(
+        q,
+        k,
+        case.feature_map,
+        case.projection,
+        key_mask=case.mask,
+        **options,
+    )
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+    total = np.sum(np.asarray(scores), axis=-1)
+    some = np.sum(np.asarray(expected), axis=-1) > 0
+    np.testing.assert_allclose(total[some], 1.0, atol=1e-5)
+    assert np.all(total[~some] == 0)
+
+
+class Constant(FeatureMap):
+    """Features that do not depend on the tokens: uniform attention."""
+
+    def __call__(self, x, projection=None, is_query=True):
+        return keras.ops.ones_like(x[..., :1])
+
+
+def test_any_function_serves_as_a_feature_map():
+    value = keras.random.normal((2, 37, HEADS, WIDTH), seed=1)
+    query = keras.ops.zeros((2, 37, HEADS, DIM))
+    output = ops.causal_kernel_attention(
+        query, query, value, feature_map=Constant()
+    )
+    count = np.arange(1, 38)[None, :, None, None]
+    mean = np.cumsum(np.asarray(value), axis=1) / count
+    np.testing.assert_allclose(output, mean, atol=1e-5)
+
+
+Q, K, V = (2, 7, 3, 8), (2, 7, 3, 8), (2, 7, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ((Q[1:], K, V), {}, "argument `query`"),
+        ((Q, (2, 7, 3, 9), V), {}, "agree in batch"),
+        ((Q, K, (2, 6, 3, 5)), {}, "agree in batch"),
+        ((Q, (2, 6, 3, 8), (2, 6, 3, 5)), {}, "equal length"),
+        ((Q, K, V), {"key_mask": np.ones((2, 6))}, "argument `key_mask`"),
+        ((Q, K, V), {"local_window": 4}, "argument `local_window`"),
+        ((Q, K, V), {"chunk_size": 0}, "argument `chunk_size`"),
+    ],
+)
+def test_wrong_input_is_named(shapes, options, message):
+    tensors = [keras.ops.ones(shape) for shape in shapes]
+    with pytest.raises(ValueError, match=message):
+        ops.causal_kernel_attention(
+            *tensors, feature_map=Constant(), **options
+        )
