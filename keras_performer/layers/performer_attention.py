@@ -12,6 +12,13 @@ from keras_performer import arguments
 from keras_performer import feature_maps
 from keras_performer import ops as attention_ops
 from keras_performer.layers.embeddings import rotary_embedding
+from keras_performer.layers.masks import boolean_mask
+from keras_performer.layers.masks import check_factored_mask
+from keras_performer.layers.masks import check_key_mask
+from keras_performer.layers.masks import check_mask_argument
+from keras_performer.layers.masks import combined_key_mask
+from keras_performer.layers.masks import differ
+from keras_performer.layers.masks import mask_shape
 
 # W of causal softmax maps where nobody chose another.
 DEFAULT_LOCAL_WINDOW = 128
@@ -204,6 +211,11 @@ class PerformerAttention(keras.layers.Layer):
         value_shape = query_shape if value_shape is None else value_shape
         key_shape = value_shape if key_shape is None else key_shape
         self._check_shapes(query_shape, value_shape, key_shape)
+        self._input_widths = {
+            "query": query_shape[-1],
+            "key": key_shape[-1],
+            "value": value_shape[-1],
+        }
         value_dim = self.value_dim or self.key_dim
         heads = {"query": self.key_dim, "key": self.key_dim}
         heads["value"] = value_dim
@@ -302,7 +314,7 @@ class PerformerAttention(keras.layers.Layer):
         training=None,
     ):
         arguments.check_state(initial_state, return_state)
-        _check_mask_argument(mask, value)
+        check_mask_argument(mask, value)
         masks = [value_mask, key_mask]
         if value is None:
             masks += [mask, query_mask]
@@ -310,9 +322,7 @@ class PerformerAttention(keras.layers.Layer):
         shapes = self._call_shapes(query, value, key)
         self._check_shapes(*shapes, causal=causal)
         source = shapes[1][:2]
-        masks = [_key_mask(m, source) for m in masks if m is not None]
-        if attention_mask is not None:
-            masks.append(_factored_mask(attention_mask, source))
+        key_mask = combined_key_mask(masks, attention_mask, source)
         value = query if value is None else value
         key = value if key is None else key
         query = self.query(query)  # [B, L, H, D]
@@ -320,15 +330,13 @@ class PerformerAttention(keras.layers.Layer):
         value = self.value(value)  # [B, S, H, E]
         if self.rotary:
             query, key = rotary_embedding(query), rotary_embedding(key)
-        key_mask = None
-        for m in masks:
-            key_mask = m if key_mask is None else ops.logical_and(key_mask, m)
-        scores = None
         if return_attention_scores:
             scores = self._scores(query, key, key_mask, causal)
-            output = ops.einsum(
-                "bhij,bjhe->bihe", scores, _selected(value, key_mask, scores)
-            )
+            value = ops.cast(value, scores.dtype)
+            if key_mask is not None:
+                keep = key_mask[:, :, None, None]
+                value = ops.where(keep, value, ops.zeros_like(value))
+            output = ops.einsum("bhij,bjhe->bihe", scores, value)
             output = ops.cast(output, self.compute_dtype)
             scores = ops.cast(scores, self.compute_dtype)
         else:
@@ -416,19 +424,18 @@ class PerformerAttention(keras.layers.Layer):
                     "width) with a known width. Received: "
                     f"{name}.shape={tuple(shape)}"
                 )
-            dense = getattr(self, name, None)
-            if dense is not None and shape[-1] != dense.kernel.shape[0]:
+            if self.built and shape[-1] != self._input_widths[name]:
                 raise ValueError(
                     f"{self.name} was built for a `{name}` of width "
-                    f"{dense.kernel.shape[0]}. Received: "
+                    f"{self._input_widths[name]}. Received: "
                     f"{name}.shape={tuple(shape)}"
                 )
-        if _differ(value[1], key[1]):
+        if differ(value[1], key[1]):
             raise ValueError(
                 f"{self.name} needs one value for each key. Received: "
                 f"value.shape={tuple(value)} and key.shape={tuple(key)}"
             )
-        if (causal or self.causal) and _differ(query[1], key[1]):
+        if (causal or self.causal) and differ(query[1], key[1]):
             raise ValueError(
                 f"{self.name} is causal: query i sees keys j <= i, which "
                 "needs queries and keys of equal length. Received: query "
@@ -439,7 +446,7 @@ class PerformerAttention(keras.layers.Layer):
         """The mask of the query, as a boolean tensor, goes with the output."""
         if previous_mask is None:
             return None
-        return _boolean(previous_mask)
+        return boolean_mask(previous_mask)
 
     def compute_output_shape(
         self, query_shape, value_shape=None, key_shape=None
@@ -464,14 +471,14 @@ class PerformerAttention(keras.layers.Layer):
         **masks,
     ):
         arguments.check_state(initial_state, return_state)
-        _check_mask_argument(mask, value)
+        check_mask_argument(mask, value)
         shapes = self._call_shapes(query, value, key)
         self._check_shapes(*shapes, causal=use_causal_mask)
         if attention_mask is not None:
-            _check_factored(attention_mask.shape, shapes[1][:2])
+            check_factored_mask(mask_shape(attention_mask), shapes[1][:2])
         for name in ("value_mask", "key_mask"):
             if masks.get(name) is not None:
-                _check_key_mask(masks[name].shape, shapes[1][:2])
+                check_key_mask(mask_shape(masks[name]), shapes[1][:2])
         output = keras.KerasTensor(
             self.compute_output_shape(*shapes), dtype=self.compute_dtype
         )
@@ -540,76 +547,3 @@ def _check_output_shape(output_shape):
             output_shape,
         )
     return output_shape
-
-
-def _differ(a, b):
-    return a is not None and b is not None and a != b
-
-
-def _boolean(mask):
-    """A mask of any numeric type as booleans; true keeps."""
-    if not hasattr(mask, "dtype") or not hasattr(mask, "shape"):
-        mask = ops.convert_to_tensor(mask)
-    if keras.backend.standardize_dtype(mask.dtype) == "bool":
-        return ops.convert_to_tensor(mask)
-    return ops.not_equal(mask, 0)
-
-
-def _selected(value, key_mask, like):
-    """Values at the precision of `like`, 0 where masked."""
-    value = ops.cast(value, like.dtype)
-    if key_mask is None:
-        return value
-    keep = key_mask[:, :, None, None]
-    return ops.where(keep, value, ops.zeros_like(value))
-
-
-def _check_mask_argument(mask, value):
-    if mask is not None and value is not None:
-        raise ValueError(
-            "The argument `mask` is for self-attention, with one tensor. "
-            "With queries and values, pass `value_mask` (or `key_mask`) for "
-            "the keys and `query_mask` for the output."
-        )
-
-
-def _check_key_mask(shape, source):
-    if len(shape) != 2 or any(_differ(a, b) for a, b in zip(shape, source)):
-        raise ValueError(
-            "A key mask needs the shape (batch, key length) = "
-            f"{tuple(source)}. Received: a mask of shape {tuple(shape)}, "
-            f"for key length {source[1]}"
-        )
-
-
-def _key_mask(mask, source):
-    mask = _boolean(mask)
-    _check_key_mask(mask.shape, source)
-    return mask
-
-
-def _check_factored(shape, source):
-    batch, length = source
-    middle = tuple(shape[1:-1])
-    if (
-        len(shape) not in (2, 3, 4)
-        or any(n != 1 for n in middle)
-        or _differ(shape[0], batch)
-        or _differ(shape[-1], length)
-    ):
-        raise ValueError(
-            "Linear attention forms no matrix of pairs to mask. Pass a "
-            "`key_mask` of shape (batch, key length), or an `attention_mask` "
-            "that is the same for all queries, of shape (batch, key length), "
-            "(batch, 1, key length) or (batch, 1, 1, key length); set "
-            "`causal=True` for a causal mask. Received: attention_mask.shape="
-            f"{tuple(shape)} for (batch, key length)={tuple(source)}"
-        )
-
-
-def _factored_mask(mask, source):
-    mask = _boolean(mask)
-    _check_factored(mask.shape, source)
-    while len(mask.shape) > 2:
-        mask = ops.squeeze(mask, axis=1)
-    return mask

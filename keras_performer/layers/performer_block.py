@@ -8,6 +8,9 @@ from keras import regularizers
 
 from keras_performer import arguments
 from keras_performer import feature_maps
+from keras_performer.layers.masks import boolean_mask
+from keras_performer.layers.masks import check_key_mask
+from keras_performer.layers.masks import mask_shape
 from keras_performer.layers.performer_attention import PerformerAttention
 
 
@@ -239,7 +242,7 @@ class PerformerBlock(keras.layers.Layer):
 
     def compute_mask(self, x, previous_mask=None):
         """The input's mask, as a boolean tensor, goes with the output."""
-        return self.attention.compute_mask(x, previous_mask)
+        return None if previous_mask is None else boolean_mask(previous_mask)
 
     def compute_output_shape(self, x_shape):
         return tuple(x_shape)
@@ -253,8 +256,10 @@ class PerformerBlock(keras.layers.Layer):
         training=None,
     ):
         arguments.check_state(initial_state, return_state)
-        return self.attention.compute_output_spec(
-            x, key_mask=mask, training=training
+        if mask is not None:
+            check_key_mask(mask_shape(mask), x.shape[:2])
+        return keras.KerasTensor(
+            self.compute_output_shape(x.shape), dtype=self.compute_dtype
         )
 
     def get_config(self):

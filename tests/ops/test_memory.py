@@ -1,0 +1,146 @@
+"""Memory and graph size of the causal scan, forward and gradient."""
+
+import subprocess
+import sys
+import textwrap
+
+import keras
+import numpy as np
+import pytest
+
+from keras_performer import feature_maps
+from keras_performer import ops
+from tests.layers.graphs import compiled_shapes
+from tests.layers.graphs import larger_than
+from tests.layers.graphs import node_count
+from tests.layers.graphs import quadratic
+from tests.testing import ON_TENSORFLOW
+
+HEADS, DIM, FEATURES, CHUNK = 2, 64, 256, 128
+
+
+def gradients(attend, length):
+    """Function of (q, k, v) to their gradients, and such arrays."""
+    feature_map = feature_maps.get("favor+")
+    projection = feature_map.draw_projection(FEATURES, DIM, seed=1)
+    arrays = np.zeros((3, 1, length, HEADS, DIM), "float32")
+
+    def loss(q, k, v):
+        output = attend(q, k, v, feature_map, projection)
+        return keras.ops.sum(keras.ops.square(output))
+
+    if ON_TENSORFLOW:
+        import tensorflow as tf
+
+        def function(q, k, v):
+            with tf.GradientTape() as tape:
+                tape.watch((q, k, v))
+                value = loss(q, k, v)
+            return tape.gradient(value, (q, k, v))
+
+        return function, tuple(tf.constant(x) for x in arrays)
+    import jax
+
+    return jax.grad(loss, argnums=(0, 1, 2)), tuple(arrays)
+
+
+def causal(window):
+    def attend(q, k, v, feature_map, projection):
+        return ops.causal_kernel_attention(
+            q,
+            k,
+            v,
+            feature_map=feature_map,
+            projection=projection,
+            local_window=window,
+        )
+
+    return attend
+
+
+def bidirectional(q, k, v, feature_map, projection):
+    return ops.kernel_attention(
+        q, k, v, feature_map=feature_map, projection=projection
+    )
+
+
+def exact(q, k, v, feature_map, projection):
+    return ops.exact_attention(q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("window", [0, CHUNK])
+def test_o30_nothing_large_is_ever_stored(window):
+    length = 8192
+    function, arrays = gradients(causal(window), length)
+    shapes = compiled_shapes(function, *arrays)
+    assert any(np.prod(s) >= length * DIM for s in shapes)  # it looked
+    assert not quadratic(shapes, length)
+    # Of the forbidden ones the smallest: a state for each chunk, (L / C) M E.
+    # L x M has twice its size, L x M x E much more.
+    limit = HEADS * (length // CHUNK) * FEATURES * DIM
+    assert not larger_than(shapes, limit - 1)
+
+
+@pytest.mark.parametrize("attend", [bidirectional, exact])
+def test_the_check_of_memory_can_fail(attend):
+    length = 2048
+    function, arrays = gradients(attend, length)
+    shapes = compiled_shapes(function, *arrays)
+    limit = HEADS * (length // CHUNK) * FEATURES * DIM
+    assert larger_than(shapes, limit - 1)
+    assert bool(quadratic(shapes, length)) == (attend is exact)
+
+
+@pytest.mark.parametrize("window", [0, 32])
+def test_o20_the_graph_does_not_grow_with_the_length(window):
+    counts = {
+        length: node_count(*_flat(gradients(causal(window), length)))
+        for length in (64, 4096)
+    }
+    assert counts[64] == counts[4096]
+
+
+def _flat(pair):
+    function, arrays = pair
+    return (function, *arrays)
+
+
+LONG = """
+    import resource
+    import keras
+    import tensorflow as tf
+    from keras_performer import feature_maps, ops
+    feature_map = feature_maps.get("favor+")
+    projection = feature_map.draw_projection(256, 64, seed=1)
+
+    @tf.function(jit_compile=True)
+    def step(q, k, v):
+        with tf.GradientTape() as tape:
+            tape.watch((q, k, v))
+            output = ops.causal_kernel_attention(
+                q, k, v, feature_map=feature_map, projection=projection,
+                local_window={window})
+            loss = tf.reduce_sum(tf.square(output))
+        return tape.gradient(loss, (q, k, v))
+
+    size = (1, 65536, 8, 64)
+    q, k, v = (keras.random.normal(size, seed=n) * 0.3 for n in range(3))
+    gradients = step(q, k, v)
+    assert all(bool(tf.reduce_all(tf.math.is_finite(g))) for g in gradients)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # KiB
+"""
+
+
+@pytest.mark.tensorflow_only("JAX compiles the same scan; one run is enough")
+@pytest.mark.parametrize("window", [0, 128])
+def test_65536_tokens_fit_in_4_gib(window):
+    command = textwrap.dedent(LONG).format(window=window)
+    run = subprocess.run(
+        [sys.executable, "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    # All of the process: TensorFlow itself, inputs (0.4 GiB) and gradients.
+    assert int(run.stdout.split()[-1]) < 4 * 2**20
