@@ -19,6 +19,8 @@ from absl import app
 from absl import flags
 from absl import logging as absl_logging
 
+from keras_performer import FeatureMap
+
 # The weights that AdamW must not pull towards zero: Keras matches these words
 # in the names of the variables.
 WITHOUT_DECAY = ("bias", "gamma", "beta", "embedding")
@@ -41,20 +43,20 @@ def run(main):
     """
 
     def command(arguments):
-        if len(arguments) > 1:
-            raise app.UsageError(
-                f"Unexpected argument {arguments[1]!r}. Every option is a "
-                "flag: --name=value."
-            )
-        if keras.backend.backend() != "tensorflow":
-            raise app.UsageError(
-                "The examples read their data with tf.data and export a "
-                "SavedModel, so they need the TensorFlow backend. Received: "
-                f"KERAS_BACKEND={keras.backend.backend()}"
-            )
         if not flags.FLAGS["verbosity"].present:
             absl_logging.set_verbosity(absl_logging.WARNING)
         try:
+            if len(arguments) > 1:
+                raise UserError(
+                    f"Unexpected argument {arguments[1]!r}. Every option is "
+                    "a flag: --name=value. See --help."
+                )
+            if keras.backend.backend() != "tensorflow":
+                raise UserError(
+                    "The examples read their data with tf.data and export a "
+                    "SavedModel, so they need the TensorFlow backend. "
+                    f"Received: KERAS_BACKEND={keras.backend.backend()}"
+                )
             main()
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
@@ -79,6 +81,26 @@ def option(default, help, choices=None):
     """
     metadata = {"help": help, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+@keras.saving.register_keras_serializable(package="keras_performer_examples")
+class WindowOnly(FeatureMap):
+    """No far part: what the local window sees exactly, and nothing beyond.
+
+    A comparison that tells what the features add. Its one feature is 0 (its
+    logarithm so small that nothing is left of it), and no feature map of use.
+    """
+
+    log_space = True
+    estimates_softmax = True
+
+    def __call__(self, x, projection=None, is_query=True):
+        return keras.ops.full_like(x[..., :1], -1e30)
+
+
+def get_feature_map(name):
+    """What `--feature_map` names: a name of the package, or "window"."""
+    return WindowOnly() if name == "window" else name
 
 
 class _OptionalParser(flags.ArgumentParser):

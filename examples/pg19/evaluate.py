@@ -148,9 +148,10 @@ def score(model, documents, tokenizer, config, verbose=1):
     bar = keras.utils.Progbar(
         -(-total // 1000), unit_name="kB", verbose=verbose
     )
-    sizes = np.array(
-        tokenizer.bytes_per_token or [0] + [1] * (tokenizer.vocabulary_size - 1)
-    )
+    sizes = np.ones(tokenizer.vocabulary_size, "int64")
+    sizes[0] = 0
+    if tokenizer.bytes_per_token is not None:
+        sizes = np.array(tokenizer.bytes_per_token)
     done = 0
     for x, y, weight, index in data.evaluation_dataset(
         documents, tokenizer, config
@@ -189,9 +190,11 @@ def table(scores):
         f"{'word perplexity':>17}  title"
     ]
     for one in scores:
+        perplexity = one.word_perplexity
+        digits = ",.1f" if perplexity < 1e9 else ".3g"
         lines.append(
             f"{one.name:<22}{one.bytes:>10,}{one.words:>9,}"
-            f"{one.bits_per_byte:>11.4f}{one.word_perplexity:>17.5g}"
+            f"{one.bits_per_byte:>11.4f}{perplexity:>17{digits}}"
             f"  {one.title}".rstrip()
         )
         if one.unknown:

@@ -61,7 +61,7 @@ def _build_model(config, vocabulary_size):
         x = PerformerBlock(
             config.num_heads,
             config.intermediate_dim,
-            feature_map=config.feature_map,
+            feature_map=common.get_feature_map(config.feature_map),
             num_features=config.num_features,
             local_window=config.local_window,
             causal=True,
@@ -213,15 +213,15 @@ def continue_text(
 ):
     """Samples a continuation, one token a call.
 
-    The whole window is computed again for every token.
+    The whole context is computed again for every token.
 
     Args:
-        model: callable, ids `[1, length]` -> logits `[1, length, V]`.
+        model: callable, ids `[1, L]` -> logits `[1, L, V]` for any L.
         tokenizer: the tokenizer of the model.
         prompt: string.
         num_tokens: int, the most tokens to add.
-        length: int, tokens that the model sees: the prompt's last ones
-            beyond that are the context.
+        length: int, the most tokens that the model sees: a start and the
+            latest ones.
         temperature: float; below 1 safer, above 1 wilder, 0 always the
             likeliest token.
         seed: int, seed of the draws.
@@ -230,15 +230,16 @@ def continue_text(
         The continuation, a string. It ends early where the model ends the
         document.
     """
-    logits_of = tf.function(model)
+    # One trace for all lengths.
+    logits_of = tf.function(
+        model, input_signature=[tf.TensorSpec([1, None], "int32")]
+    )
     generator = np.random.default_rng(seed)
     ids = [int(i) for i in tokenizer.tokenize([prompt])[0]]
     first = len(ids)
     for _ in range(num_tokens):
         context = [0] + ids[max(0, len(ids) - length + 1) :]
-        window = np.zeros([1, length], "int32")
-        window[0, : len(context)] = context
-        logits = logits_of(tf.constant(window))[0, len(context) - 1].numpy()
+        logits = logits_of(tf.constant([context]))[0, -1].numpy()
         if temperature == 0:
             chosen = int(np.argmax(logits))
         else:
@@ -274,7 +275,7 @@ def define_flags(flag_values=flags.FLAGS):
     )
     flags.DEFINE_integer(
         "sample_tokens",
-        300,
+        250,
         "Tokens of the continuation.",
         lower_bound=0,
         flag_values=flag_values,

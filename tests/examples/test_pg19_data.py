@@ -233,7 +233,9 @@ def test_too_little_training_text_is_an_error():
 
 def test_a_folder_in_the_layout_of_pg19(tmp_path):
     folder = write_books(
-        tmp_path, train={"20": "two words", "100": "caf\u00e9"}, test={"3": "x"}
+        tmp_path,
+        train={"20": "two words", "100": "caf\u00e9"},
+        test={"3": "x"},
     )
     (tmp_path / "metadata.csv").write_text(
         '20,"Title, with comma",1815,url\n3,Other,1900,url\n'
