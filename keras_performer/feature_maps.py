@@ -21,7 +21,8 @@ PACKAGE = "keras_performer"
 class FeatureMap:
     """Base class of all feature maps.
 
-    A subclass states what kind of features it gives, and how:
+    A subclass states what kind of features it gives, and how; one with a
+    projection also defines `projection_shape` and `draw_projection`.
 
     ```python
     @keras.saving.register_keras_serializable(package="my_package")
@@ -41,6 +42,16 @@ class FeatureMap:
 
     log_space = False
     estimates_softmax = False
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        draws = cls.draw_projection is not FeatureMap.draw_projection
+        shaped = cls.projection_shape is not FeatureMap.projection_shape
+        if draws != shaped:
+            raise TypeError(
+                f"{cls.__name__} must define both `projection_shape` and "
+                "`draw_projection`, or neither."
+            )
 
     def projection_shape(self, num_features, dim):
         """Shape of the projection, or `None` for a map without one.

@@ -194,3 +194,11 @@ def test_wrong_arguments_are_named(call, error, name):
 def test_the_base_class_says_what_is_missing():
     with pytest.raises(NotImplementedError, match="__call__"):
         FeatureMap()(None)
+
+
+def test_a_projection_needs_its_shape():
+    with pytest.raises(TypeError, match="`projection_shape` and"):
+
+        class Half(FeatureMap):
+            def draw_projection(self, num_features, dim, seed=None):
+                return keras.ops.ones((num_features, dim))

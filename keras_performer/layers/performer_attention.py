@@ -1,5 +1,6 @@
 """Multi-head attention in time and memory linear in the length."""
 
+import random
 import string
 
 import keras
@@ -183,6 +184,11 @@ class PerformerAttention(keras.layers.Layer):
         self.use_bias = use_bias
         self._output_shape = _check_output_shape(output_shape)
         self.seed = arguments.get_seed(seed)
+        # The global generator of Keras cannot serve: its own state may not
+        # exist yet where weights are created. Its seed sets this one.
+        self._projection_seed = self.seed
+        if self.seed is None:
+            self._projection_seed = random.randint(1, 10**9)
         self.kernel_initializer = initializers.get(kernel_initializer)
         self.bias_initializer = initializers.get(bias_initializer)
         self.kernel_regularizer = regularizers.get(kernel_regularizer)
@@ -286,7 +292,7 @@ class PerformerAttention(keras.layers.Layer):
             shape=shape,
             initializer=lambda shape, dtype: ops.cast(
                 self.feature_map.draw_projection(
-                    self.num_features, self.key_dim, self.seed
+                    self.num_features, self.key_dim, self._projection_seed
                 ),
                 dtype,
             ),

@@ -35,7 +35,11 @@ def scan_attention(
         )
         output, normalizer, scale, shifts = ys
 
-        def gradient(grad_output, grad_sums, grad_shift, **_):
+        def gradient(*grads):
+            # JAX hands the gradients of the outputs over as one tuple. The
+            # shift's is not used: it cancels.
+            grads = grads[0] if len(grads) == 1 else grads
+            grad_output, grad_sums, _ = grads
             grad = chunks.normalize_gradient(
                 grad_output, output, normalizer, step.floor
             )
