@@ -39,7 +39,7 @@ setup(
         "tpu": ["tensorflow-tpu==2.20.0", "libtpu==0.0.31"],
         "jax": ["jax>=0.5"],
         "examples": EXAMPLES,
-        "test": EXAMPLES + ["pytest>=8.0", "jax==0.10.2"],
+        "test": EXAMPLES + ["pytest>=8.0", "pytest-xdist>=3.6", "jax==0.10.2"],
     },
     classifiers=[
         "Development Status :: 3 - Alpha",
