@@ -165,7 +165,11 @@ def test_unknown_identifiers_are_named(identifier, error):
     ("call", "error", "name"),
     [
         (lambda: feature_maps.FavorPlus(1), TypeError, "antithetic"),
-        (lambda: feature_maps.GeneralizedKernel("r"), ValueError, "activation"),
+        (
+            lambda: feature_maps.GeneralizedKernel("r"),
+            ValueError,
+            "activation",
+        ),
         (lambda: feature_maps.GeneralizedKernel(3), TypeError, "activation"),
         (
             lambda: feature_maps.GeneralizedKernel(epsilon=-1),

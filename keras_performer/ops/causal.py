@@ -28,10 +28,10 @@ def scan_attention(
 
     @ops.custom_gradient
     def attend(*arguments):
-        xs, (sums, shift) = arguments[:count], arguments[count : count + 2]
+        xs, carry = arguments[:count], arguments[count : count + 2]
         step = kernel(feature_map, (arguments[count + 2 :] or (None,))[0])
-        (last_sums, last_shift), ys = chunk_scan(
-            step.forward, (sums, shift), xs, steps, 4, unroll=unroll
+        (sums, shift), ys = chunk_scan(
+            step.forward, carry, xs, steps, 4, unroll=unroll
         )
         output, normalizer, scale, shifts = ys
 
@@ -43,52 +43,76 @@ def scan_attention(
             grad = chunks.normalize_gradient(
                 grad_output, output, normalizer, step.floor
             )
-            gradients = _gradients(
-                step, xs, (sums, shift), (grad, scale, shifts), grad_sums
+            gradients = _two_passes(
+                step,
+                xs,
+                carry,
+                (grad, scale, shifts),
+                grad_sums,
+                steps,
+                unroll,
             )
             rest = arguments[count + 1 :]
             return (*gradients, *(ops.zeros_like(x) for x in rest))
 
-        return (output, last_sums, last_shift), gradient
-
-    def _gradients(step, xs, carry, saved, grad_sums):
-        grad, scale, shifts = saved
-
-        def forward(carry, x):
-            return step.forward_gradient(carry, x[:count], *x[count:])
-
-        def backward(carry, x):
-            grad_sums, gradients = step.backward_gradient(
-                carry[0], x[:count], *x[count:]
-            )
-            return (grad_sums,), gradients
-
-        _, early = chunk_scan(
-            forward,
-            carry,
-            (*xs, grad, scale),
-            steps,
-            len(step.forward_slots),
-            unroll=unroll,
-        )
-        (grad_sums,), late = chunk_scan(
-            backward,
-            (grad_sums,),
-            (*xs, grad, scale, shifts),
-            steps,
-            len(step.backward_slots),
-            reverse=True,
-            unroll=unroll,
-        )
-        total = dict(zip(step.forward_slots, early))
-        for slot, gradient in zip(step.backward_slots, late):
-            total[slot] = total[slot] + gradient if slot in total else gradient
-        zeros = {n: ops.zeros_like(x) for n, x in enumerate(xs)}
-        return [*({**zeros, **total}[n] for n in range(count)), grad_sums]
+        return (output, sums, shift), gradient
 
     arguments = (*xs, *carry) + (() if projection is None else (projection,))
     output, sums, shift = attend(*arguments)
     return output, (sums, shift)
+
+
+def _two_passes(step, xs, carry, saved, grad_sums, steps, unroll):
+    """Gradients of `xs` and of the first sums, by computing anew.
+
+    Args:
+        step: A kernel of `chunks.py`.
+        xs: Its inputs.
+        carry: The first `(sums, shift)`.
+        saved: Gradient of the output before its normalisation, the scale of
+            its rows, and the shift before each chunk.
+        grad_sums: Gradient of the last sums.
+        steps: Number of chunks.
+        unroll: Chunks for each trip of the loop.
+
+    Returns:
+        List of tensors.
+    """
+    count = len(xs)
+    grad, scale, shifts = saved
+
+    def forward(carry, x):
+        return step.forward_gradient(carry, x[:count], *x[count:])
+
+    def backward(carry, x):
+        grad_sums, gradients = step.backward_gradient(
+            carry[0], x[:count], *x[count:]
+        )
+        return (grad_sums,), gradients
+
+    _, early = chunk_scan(
+        forward,
+        carry,
+        (*xs, grad, scale),
+        steps,
+        len(step.forward_slots),
+        unroll=unroll,
+    )
+    (grad_sums,), late = chunk_scan(
+        backward,
+        (grad_sums,),
+        (*xs, grad, scale, shifts),
+        steps,
+        len(step.backward_slots),
+        reverse=True,
+        unroll=unroll,
+    )
+    total = {n: ops.zeros_like(x) for n, x in enumerate(xs)}
+    total.update(zip(step.forward_slots, early))
+    for slot, gradient in zip(step.backward_slots, late):
+        both = slot in step.forward_slots
+        total[slot] = total[slot] + gradient if both else gradient
+    return [*(total[n] for n in range(count)), grad_sums]
 
 
 def chunked_attention(
@@ -199,18 +223,28 @@ def local_attention(
     if not stateful:
         return output[:, :length], None
     index = offset[:, None] + ops.arange(length, dtype="int32")[None, :]
-    output = _gather(output, index)
     position = state["position"] + ops.cast(length, "int32")
     state = _state(carry, position)
+    state.update(_last_blocks(held, aligned[1:], end, window))
+    return _gather(output, index), state
+
+
+def _last_blocks(held, aligned, end, window):
+    """The part of a state that holds the block of the end and the one before.
+
+    Args:
+        held: Keys, values and mask of the last two blocks before.
+        aligned: Keys, values and mask of all slots since.
+        end: `[B]`, the block in which each row ends.
+        window: W.
+    """
     index = ops.arange(2 * window, dtype="int32")[None, :]
-    index = index + (end * window)[:, None]  # [B, 2 W], the last two blocks
-    state["keys"], values, valid = (
+    index = index + (end * window)[:, None]  # [B, 2 W]
+    keys, values, valid = (
         _gather(ops.concatenate([old[:, :window], new], axis=1), index)
-        for old, new in zip(held, aligned[1:])
+        for old, new in zip(held, aligned)
     )
-    state["values"] = values[..., :-1]
-    state["valid"] = valid > 0
-    return output, state
+    return {"keys": keys, "values": values[..., :-1], "valid": valid > 0}
 
 
 def empty_state(query, values, feature_map, projection, window=0):

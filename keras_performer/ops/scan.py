@@ -9,7 +9,6 @@ has a gradient under XLA.
 """
 
 import keras
-from keras import ops
 
 
 def chunk_scan(

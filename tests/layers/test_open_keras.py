@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_performer.feature_maps import FavorPlus
 from keras_performer.layers import PerformerAttention
 from keras_performer.layers import PerformerBlock
 from tests.layers.dense_oracle import NOT_CAUSAL
@@ -66,7 +67,7 @@ ATTENTION_ARGUMENTS = {
     "num_heads": 3,
     "key_dim": 10,
     "value_dim": 7,
-    "feature_map": "favor+",
+    "feature_map": FavorPlus(antithetic=False),
     "num_features": 38,
     "causal": True,
     "redraw_interval": None,
@@ -92,7 +93,7 @@ BLOCK_ARGUMENTS = {
     "num_heads": 3,
     "intermediate_dim": 17,
     "key_dim": 10,
-    "feature_map": "favor+",
+    "feature_map": FavorPlus(antithetic=False),
     "num_features": 38,
     "causal": True,
     "redraw_interval": None,

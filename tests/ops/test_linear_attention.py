@@ -59,7 +59,9 @@ class Draw:
 
     def function(self, mode, mask=None, causal=True, **options):
         """Value and gradients of the fast path, as a function."""
-        attend = ops.causal_kernel_attention if causal else ops.kernel_attention
+        attend = ops.kernel_attention
+        if causal:
+            attend = ops.causal_kernel_attention
 
         def function(q, k, v):
             return attend(
