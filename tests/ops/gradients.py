@@ -5,8 +5,9 @@ import numpy as np
 
 ON_JAX = keras.backend.backend() == "jax"
 
-# How a function is run. On JAX every trace is compiled by XLA.
-MODES = ["eager", "graph"] if ON_JAX else ["eager", "graph", "dynamic"]
+# How a function is run. JAX always compiles it by XLA here: one operation at a
+# time it would compile each for each of its shapes.
+MODES = ["graph"] if ON_JAX else ["eager", "graph", "dynamic"]
 XLA_MODES = ["graph"] if ON_JAX else ["xla", "dynamic xla"]
 
 
@@ -24,7 +25,7 @@ def differentiate(function, mode="eager"):
         arrays: the value, and the gradients in order.
     """
     if ON_JAX:
-        return _jax(function, mode)
+        return _jax(function)
     return _tensorflow(function, mode)
 
 
@@ -65,15 +66,13 @@ def _open_signature():
     ]
 
 
-def _jax(function, mode):
+def _jax(function):
     import jax
 
+    @jax.jit
     def both(cotangent, *tensors):
         value, pullback = jax.vjp(function, *tensors)
         return [value, *pullback(cotangent)]
-
-    if mode != "eager":
-        both = jax.jit(both)
 
     def run(arrays, cotangent):
         with jax.enable_x64(arrays[0].dtype == np.float64):
