@@ -4,6 +4,13 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Most of the time goes into compiling functions that then run once. These
+# leave XLA's own passes as they are, and LLVM's out.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true",
+)
 # Tests compile much and run little: without its optimisations XLA compiles a
 # causal layer four times as fast. It computes the same.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -23,6 +30,8 @@ if ON_TENSORFLOW:
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * LOGICAL_CPUS,
     )
+else:
+    import jax
 
 
 def pytest_configure(config):
@@ -30,11 +39,15 @@ def pytest_configure(config):
         "markers",
         "tensorflow_only(reason): skipped, for that reason, on other backends",
     )
-    # Keras itself reads variables in a way that NumPy 2 warns about.
-    config.addinivalue_line(
-        "filterwarnings",
-        "ignore:__array__ implementation doesn't accept:DeprecationWarning",
-    )
+    if not ON_TENSORFLOW:
+        # Eager JAX compiles each loop anew: from here, where it was seen.
+        cache = {
+            "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
+            "jax_persistent_cache_min_compile_time_secs": 0,
+            "jax_persistent_cache_min_entry_size_bytes": -1,
+        }
+        for name, value in cache.items():
+            jax.config.update(name, value)
 
 
 @pytest.fixture(autouse=True)

@@ -88,7 +88,23 @@ def attention_ladder(name):
     )
 
 
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(
+        (
+            "defaults",
+            "small-window",
+            "relu-causal",
+            "exact",
+            "rotary",
+            "own-map",
+            "no-bias",
+            "dropout",
+            "penalties",
+        ),
+        ATTENTION,
+    ),
+)
 def test_attention_climbs_the_ladder(name):
     attention_ladder(name).climb()
 
@@ -96,16 +112,24 @@ def test_attention_climbs_the_ladder(name):
 @pytest.mark.parametrize(
     "name",
     slow_unless(
-        ("defaults", "small-window", "relu-causal", "exact", "penalties"),
-        ATTENTION,
+        ("defaults", "small-window", "relu-causal", "exact"), ATTENTION
     ),
 )
 def test_attention_trains_when_compiled_by_xla(name):
     attention_ladder(name).check_fit_step(jit_compile=True)
 
 
-@pytest.mark.parametrize("name", ["defaults", "relu", "exact", "own-map"])
-@pytest.mark.parametrize("inputs", [CROSS, THREE], ids=["two", "three"])
+@pytest.mark.parametrize(
+    ("name", "inputs"),
+    [
+        ("defaults", THREE),
+        ("exact", CROSS),
+        pytest.param("defaults", CROSS, marks=pytest.mark.slow),
+        pytest.param("relu", THREE, marks=pytest.mark.slow),
+        pytest.param("exact", THREE, marks=pytest.mark.slow),
+        pytest.param("own-map", CROSS, marks=pytest.mark.slow),
+    ],
+)
 def test_cross_attention_climbs_the_ladder(name, inputs):
     ladder = Ladder(
         PerformerAttention,
@@ -152,14 +176,17 @@ def block_ladder(name):
     )
 
 
-@pytest.mark.parametrize("name", BLOCK)
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(
+        ("defaults", "small-window", "post-norm", "dropout", "no-bias"), BLOCK
+    ),
+)
 def test_block_climbs_the_ladder(name):
     block_ladder(name).climb()
 
 
-@pytest.mark.parametrize(
-    "name", slow_unless(("defaults", "dropout", "exact"), BLOCK)
-)
+@pytest.mark.parametrize("name", slow_unless(("defaults", "dropout"), BLOCK))
 def test_block_trains_when_compiled_by_xla(name):
     block_ladder(name).check_fit_step(jit_compile=True)
 

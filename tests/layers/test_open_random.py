@@ -17,8 +17,13 @@ from tests.testing import to_numpy
 if ON_TENSORFLOW:
     import tensorflow as tf
 
-linear_variants = pytest.mark.parametrize(
-    "name", ["favor", "favor-window", "relu-causal"]
+LAYERS = pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("attention", "favor"),
+        ("attention", "relu-causal"),
+        ("block", "favor-window"),
+    ],
 )
 KINDS = pytest.mark.parametrize("kind", ["attention", "block"])
 
@@ -31,8 +36,7 @@ def make(kind, name="favor", **kwargs):
     return getattr(VARIANTS[name], kind)(**kwargs)
 
 
-@KINDS
-@linear_variants
+@LAYERS
 def test_o31_inference_is_the_same_at_every_call(kind, name):
     layer = make(kind, name, dropout=0.5)
     inputs = keras.Input((7, 11))
@@ -66,8 +70,7 @@ def test_o31_a_redraw_interval_is_refused_until_it_works(make_layer):
         make_layer()
 
 
-@KINDS
-@linear_variants
+@LAYERS
 def test_o32_the_projection_is_a_weight_from_build_on(kind, name, tmp_path):
     used, fresh = make(kind, name), make(kind, name)
     x = normal(2, 7, 11)
@@ -137,8 +140,7 @@ def test_o33_a_layer_may_be_built_inside_a_function(spelling, kind):
     np.testing.assert_array_equal(draw_and_call(), draw_and_call())
 
 
-@KINDS
-@linear_variants
+@LAYERS
 def test_o34_the_seed_decides_dropout_too(kind, name):
     x = normal(2, 7, 11)
     layers = [make(kind, name, dropout=0.5, seed=7) for _ in range(2)]
@@ -153,8 +155,7 @@ def test_o34_the_seed_decides_dropout_too(kind, name):
     assert_differs(layers[0](x, training=False), first)
 
 
-@KINDS
-@linear_variants
+@LAYERS
 def test_o34_layers_without_a_seed_draw_differently(kind, name):
     layers = [make(kind, name) for _ in range(2)]
     for layer in layers:
@@ -171,8 +172,7 @@ def test_o34_blocks_of_one_model_draw_differently():
 
 
 @pytest.mark.tensorflow_only("get_concrete_function is TensorFlow's")
-@KINDS
-@linear_variants
+@LAYERS
 def test_o35_tracing_does_not_advance_the_random_state(kind, name):
     twins = [make(kind, name, dropout=0.5, seed=7) for _ in range(2)]
     for layer in twins:
