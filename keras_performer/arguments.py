@@ -82,6 +82,13 @@ def get_seed(seed):
     )
 
 
+def dropout_generator(rate, seed, offset=0):
+    """The generator of a layer's dropout masks, `None` without dropout."""
+    if rate == 0 or isinstance(seed, keras.random.SeedGenerator):
+        return seed if rate else None
+    return keras.random.SeedGenerator(None if seed is None else seed + offset)
+
+
 def serialize_seed(seed):
     """What `get_seed` takes back, for a config."""
     return keras.saving.serialize_keras_object(seed)
@@ -112,6 +119,9 @@ def distinct_initializer(initializer, index):
     if not isinstance(initializer, initializers.Initializer):
         return initializer
     config = initializer.get_config()
-    if isinstance(config.get("seed"), int):
-        config["seed"] += index
+    seed = get_seed(config.get("seed"))
+    if isinstance(seed, keras.random.SeedGenerator):
+        seed = seed.get_config()["seed"]
+    if seed is not None:
+        config["seed"] = seed + index
     return type(initializer).from_config(config)

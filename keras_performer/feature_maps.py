@@ -10,6 +10,7 @@ import keras
 from keras import ops
 
 from keras_performer import arguments
+from keras_performer.ops.features import exponential_log_features
 from keras_performer.ops.features import generalized_features
 from keras_performer.ops.features import positive_log_features
 from keras_performer.ops.projections import orthogonal_gaussian
@@ -213,7 +214,8 @@ class GeneralizedKernel(FeatureMap):
     Functions that can be negative ("cos", "tanh", "identity", "gelu" or
     one's own) make attention weights of both signs. Their sum, the
     denominator, can then be near 0 and the output large; where it is below
-    1e-12 the output is 0. Outputs and gradients are always finite.
+    1e-12 the output is 0. Outputs and gradients are finite as long as f is.
+    "exp" is computed in log space, for inputs of any size.
 
     Args:
         activation: The function f: "relu", "elu" (that is, elu + 1), "exp",
@@ -258,6 +260,7 @@ class GeneralizedKernel(FeatureMap):
         self.activation = activation
         self.epsilon = epsilon
         self.projected = projected
+        self.log_space = activation == "exp"
 
     def projection_shape(self, num_features, dim):
         return (num_features, dim) if self.projected else None
@@ -269,6 +272,8 @@ class GeneralizedKernel(FeatureMap):
         return orthogonal_gaussian(num_features, dim, seed)
 
     def __call__(self, x, projection=None, is_query=True):
+        if self.log_space:
+            return exponential_log_features(x, projection, self.epsilon)
         activation = ACTIVATIONS.get(self.activation, self.activation)
         return generalized_features(x, projection, activation, self.epsilon)
 

@@ -144,7 +144,10 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         tokens = self.token_embedding(inputs)
         length = ops.shape(inputs)[1]
         if self.position == "learned":
-            positions = self.position_embedding[:length]
+            # Not a slice, which would be too short for a longer sequence.
+            positions = ops.take(
+                self.position_embedding, ops.arange(length), axis=0
+            )
             return tokens + ops.cast(positions, self.compute_dtype)
         if self.position == "sine":
             angle = _angles(length, self.embedding_dim // 2, "float32")

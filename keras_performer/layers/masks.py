@@ -66,12 +66,13 @@ def check_mask_argument(mask, value):
         )
 
 
-def check_key_mask(shape, source):
-    """Raises unless a mask has the shape `(B, S)` of the keys."""
+def check_key_mask(shape, source, name="key_mask"):
+    """Raises unless a mask has the shape `(B, length)` of its tokens."""
     if len(shape) != 2 or any(differ(a, b) for a, b in zip(shape, source)):
         raise ValueError(
-            "A key mask needs the shape (batch, key length) = "
-            f"{tuple(source)}. Received: a mask of shape {tuple(shape)}"
+            f"Received an invalid value for argument `{name}`, expected a "
+            f"mask of shape (batch, length) = {tuple(source)}. Received: a "
+            f"mask of shape {tuple(shape)}"
         )
 
 

@@ -55,7 +55,7 @@ class PerformerAttention(keras.layers.Layer):
             others. 0 is the pure form of the paper.
         chunk_size: Tokens for each step of the causal scan. Changes the
             speed, never the result. `None`: chosen. With a local window it
-            is rounded down to whole blocks, and at least one.
+            is rounded down to whole blocks, from 1 to 8.
         rotary: Whether to rotate queries and keys by their position
             ([Su et al., 2021](https://arxiv.org/abs/2104.09864)) before the
             feature map. Needs an even `key_dim`.
@@ -82,9 +82,9 @@ class PerformerAttention(keras.layers.Layer):
         key: Tensor of shape `(B, S, width)`; `None`: the value.
         mask: Self-attention: mask of shape `(B, L)`, the key mask. In every
             mask of this layer, true (or nonzero) means *keep*.
-        query_mask: Mask of shape `(B, L)`. The output carries it on; in
-            self-attention it is a key mask too. It changes no number in
-            cross-attention.
+        query_mask: Mask of shape `(B, L)`, as Keras carries it along with
+            the query and on with the output. In self-attention it is a key
+            mask too; in cross-attention it changes no number.
         value_mask: Mask of shape `(B, S)`.
         key_mask: Mask of shape `(B, S)`. All key masks that are given must
             agree to keep a key. A masked key is left out of numerator and
@@ -100,8 +100,8 @@ class PerformerAttention(keras.layers.Layer):
         training: Whether dropout is active.
 
     Masks that Keras carries along with tensors (as of
-    `Embedding(mask_zero=True)`) are used, but do not cross a `tf.function`:
-    pass them on explicitly there.
+    `Embedding(mask_zero=True)`) are used beside those that are given, but do
+    not cross a `tf.function`: pass them on explicitly there.
 
     Returns:
         Tensor of shape `(B, L, output width)` in the compute dtype. With
@@ -113,6 +113,7 @@ class PerformerAttention(keras.layers.Layer):
         ValueError: If an argument has a wrong value, shapes or masks do not
             fit, or causal attention is asked for queries and keys of
             different lengths.
+        TypeError: If an argument has a wrong type.
 
     Example:
 
@@ -195,6 +196,7 @@ class PerformerAttention(keras.layers.Layer):
         self.bias_regularizer = regularizers.get(bias_regularizer)
         self.kernel_constraint = constraints.get(kernel_constraint)
         self.bias_constraint = constraints.get(bias_constraint)
+        self.projection = None
 
     @property
     def output_shape(self):
@@ -249,11 +251,8 @@ class PerformerAttention(keras.layers.Layer):
         self.attention_output.build(
             (*query_shape[:2], self.num_heads, value_dim)
         )
-        self._output_dropout = keras.layers.Dropout(
-            self.dropout,
-            dtype=self.dtype_policy,
-            seed=self.seed,
-            name="output_dropout",
+        self._dropout_generator = arguments.dropout_generator(
+            self.dropout, self.seed
         )
         self.projection = self._add_projection()
 
@@ -328,6 +327,9 @@ class PerformerAttention(keras.layers.Layer):
         shapes = self._call_shapes(query, value, key)
         self._check_shapes(*shapes, causal=causal)
         source = shapes[1][:2]
+        if query_mask is not None:
+            query_mask = boolean_mask(query_mask)
+            check_key_mask(query_mask.shape, shapes[0][:2], "query_mask")
         key_mask = combined_key_mask(masks, attention_mask, source)
         value = query if value is None else value
         key = value if key is None else key
@@ -348,7 +350,10 @@ class PerformerAttention(keras.layers.Layer):
         else:
             output = self._attend(query, key, value, key_mask, causal)
         output = self.attention_output(output)
-        output = self._output_dropout(output, training=training)
+        if training and self.dropout:
+            output = keras.random.dropout(
+                output, self.dropout, seed=self._dropout_generator
+            )
         return (output, scores) if return_attention_scores else output
 
     def _attend(self, query, key, value, key_mask, causal):
@@ -482,9 +487,10 @@ class PerformerAttention(keras.layers.Layer):
         self._check_shapes(*shapes, causal=use_causal_mask)
         if attention_mask is not None:
             check_factored_mask(mask_shape(attention_mask), shapes[1][:2])
-        for name in ("value_mask", "key_mask"):
-            if masks.get(name) is not None:
-                check_key_mask(mask_shape(masks[name]), shapes[1][:2])
+        for name, given in {"mask": mask, **masks}.items():
+            if given is not None:
+                source = shapes[0 if name == "query_mask" else 1][:2]
+                check_key_mask(mask_shape(given), source, name)
         output = keras.KerasTensor(
             self.compute_output_shape(*shapes), dtype=self.compute_dtype
         )

@@ -65,6 +65,7 @@ class PerformerBlock(keras.layers.Layer):
     Raises:
         ValueError: If an argument has a wrong value, or the width is not a
             multiple of `num_heads` where `key_dim` is not given.
+        TypeError: If an argument has a wrong type.
 
     Reference:
 
@@ -200,14 +201,12 @@ class PerformerBlock(keras.layers.Layer):
             width, name="output_dense", **self._dense_options(seed_offset=5)
         )
         self.output_dense.build((*x_shape[:-1], self.intermediate_dim))
-        # Another seed than attention's dropout, whose mask has the same shape.
-        seed = self.seed + 1 if isinstance(self.seed, int) else self.seed
-        self._feedforward_dropout = keras.layers.Dropout(
-            self.dropout,
-            dtype=self.dtype_policy,
-            seed=seed,
-            name="feedforward_dropout",
+        # Far from the seeds of attention's dropout, here and in other blocks
+        # whose seeds count up: their masks have the same shape.
+        self._dropout_generator = arguments.dropout_generator(
+            self.dropout, self.seed, offset=2**16
         )
+        self._width = width
 
     def _norm(self, name, shape):
         norm = keras.layers.LayerNormalization(
@@ -225,20 +224,35 @@ class PerformerBlock(keras.layers.Layer):
         training=None,
     ):
         arguments.check_state(initial_state, return_state)
+        self._check_width(x.shape)
         residual = x
         if self.normalize_first:
             x = self.attention_norm(x)
-        x = residual + self.attention(x, mask=mask, training=training)
+        # Both: the norm carries on what an explicit mask may replace.
+        x = residual + self.attention(
+            x, mask=mask, query_mask=mask, training=training
+        )
         if not self.normalize_first:
             x = self.attention_norm(x)
         residual = x
         if self.normalize_first:
             x = self.feedforward_norm(x)
         x = self.output_dense(self.intermediate(x))
-        x = residual + self._feedforward_dropout(x, training=training)
+        if training and self.dropout:
+            x = keras.random.dropout(
+                x, self.dropout, seed=self._dropout_generator
+            )
+        x = residual + x
         if not self.normalize_first:
             x = self.feedforward_norm(x)
         return x
+
+    def _check_width(self, shape):
+        if self.built and (len(shape) != 3 or shape[-1] != self._width):
+            raise ValueError(
+                f"{self.name} was built for x of shape (batch, length, "
+                f"{self._width}). Received: x.shape={tuple(shape)}"
+            )
 
     def compute_mask(self, x, previous_mask=None):
         """The input's mask, as a boolean tensor, goes with the output."""
@@ -256,8 +270,9 @@ class PerformerBlock(keras.layers.Layer):
         training=None,
     ):
         arguments.check_state(initial_state, return_state)
+        self._check_width(x.shape)
         if mask is not None:
-            check_key_mask(mask_shape(mask), x.shape[:2])
+            check_key_mask(mask_shape(mask), x.shape[:2], "mask")
         return keras.KerasTensor(
             self.compute_output_shape(x.shape), dtype=self.compute_dtype
         )

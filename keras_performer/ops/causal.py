@@ -41,7 +41,7 @@ def scan_attention(
             grads = grads[0] if len(grads) == 1 else grads
             grad_output, grad_sums, _ = grads
             grad = chunks.normalize_gradient(
-                grad_output, output, normalizer, step.floor
+                grad_output, output, normalizer, step.log_space
             )
             gradients = _two_passes(
                 step,
@@ -183,6 +183,8 @@ def local_attention(
         if isinstance(length, int):
             window = max(1, min(window, length))
         steps = _at_least_one(-(-length // window))
+        if isinstance(steps, int):
+            blocks_per_step = min(blocks_per_step, steps)
         steps = -(-steps // blocks_per_step) * blocks_per_step
         blocks = tuple(to_chunks(x, steps, window) for x in tokens)
         first = tuple(ops.zeros_like(x[:1]) for x in blocks[1:])

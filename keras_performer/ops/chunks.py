@@ -4,7 +4,7 @@ Sizes: `B` batch, `H` heads, `C` tokens of a chunk (with a local window, a
 block of W), `D` key_dim, `M` features, `F` = value_dim + 1, as a column of
 ones rides along with the values and gives the normaliser.
 
-Two kernels share one contract, used by `linear_attention.py`:
+Two kernels share one contract, used by `causal.py`:
 
 - `forward(carry, x)` takes `carry = (sums, shift)` of all earlier chunks and
   gives it back with this chunk added, and `(output, normaliser, scale,
@@ -26,6 +26,7 @@ by rounding. Every stabiliser cancels in the output, so that none of them
 has a gradient.
 """
 
+import math
 from typing import Any, NamedTuple
 
 from keras import ops
@@ -36,11 +37,33 @@ from keras_performer.ops.scan import vjp
 LOG_ZERO = -1e30
 
 # Below its floor a normaliser stands for "no key": output and gradient are 0.
-# The stabilisers put the largest weight of a row near 1 in log space. Plain
-# features may change sign and cancel; there the floor keeps the quotient and
-# its gradient (floor ** -2) finite in float32.
+# In log space a row's largest weight is near 1, or at worst 1e-26 (`_log_terms`
+# says where). Plain features may change sign and cancel; there the floor keeps
+# the quotient and its gradient (floor ** -2) finite in float32.
 LOG_FLOOR = 1e-30
 PLAIN_FLOOR = 1e-12
+
+# Weights inside a chunk are `exp(a) P`: P a product of features that were
+# divided by the largest of their token, and exp(a) what that left out. P may
+# be as small as exp(-100), so float32's range (exp(-87) to exp(88)) is shared
+# out with care:
+# - each feature is multiplied by exp(HEADROOM), so that P reaches from
+#   exp(2 HEADROOM) times M down to exp(-87);
+# - exp(a) is kept times exp(MARGIN), so that a weight of 1e-9 of the largest P
+#   still counts;
+# - products below exp(LEAST_LOG_PRODUCT) do not raise a row's scale, so that
+#   exp(a + MARGIN + HEADROOM), which the gradient meets, stays below exp(78).
+HEADROOM = 37.0
+MARGIN = 14.0
+LEAST_LOG_PRODUCT = -27.0
+# A row whose products are all below has a normaliser below 1. Its gradient is
+# divided by this much at least, for the same reason; it is too small then.
+LEAST_LOG_DIVISOR = 1e-2
+
+
+def largest(x, axis):
+    """Maximum over an axis, kept; of no element, the logarithm of zero."""
+    return ops.max(x, axis=axis, keepdims=True, initial=LOG_ZERO)
 
 
 def add_ones(values):
@@ -60,10 +83,13 @@ def normalize(unnormalized, floor):
     return numerator / safe, normalizer
 
 
-def normalize_gradient(grad, output, normalizer, floor):
+def normalize_gradient(grad, output, normalizer, log_space):
     """Gradient with respect to what `normalize` split, `[..., F]`."""
+    floor = LOG_FLOOR if log_space else PLAIN_FLOOR
     empty = ops.abs(normalizer) < floor
     safe = ops.where(empty, ops.ones_like(normalizer), normalizer)
+    if log_space:
+        safe = ops.maximum(safe, LEAST_LOG_DIVISOR)
     last = -ops.sum(grad * output, axis=-1, keepdims=True)
     grad = ops.concatenate([grad, last], axis=-1) / safe
     return ops.where(empty, ops.zeros_like(grad), grad)
@@ -113,7 +139,7 @@ class _Kernel:
 class _Terms(NamedTuple):
     """Factors of a chunk's own part ("near") and of the sums' part ("far").
 
-    Near: weights `near_weight * (near_query @ near_key^T)`. Far: the read-out
+    Near: weights `unit * near_weight * (near_query @ near_key^T)`. Far: the read-out
     is `far_query @ sums`; then `sums * decay + far_key^T @ values` is the
     state after the chunk, in units of `exp(-shift)`.
     """
@@ -135,6 +161,11 @@ class FeatureChunks(_Kernel):
     forward_slots = (0,)
     backward_slots = (1, 2)
 
+    def __init__(self, feature_map, projection):
+        super().__init__(feature_map, projection)
+        # Multiplied last, when the product is of the size of a weight again.
+        self.unit = math.exp(-MARGIN) if self.log_space else 1.0
+
     def _terms(self, query, key, mask, shift, scale=None):
         """Factors from features `[B, H, C, M]` (log features, if so)."""
         if self.log_space:
@@ -153,24 +184,41 @@ class FeatureChunks(_Kernel):
         )
 
     def _log_terms(self, log_q, log_k, mask, shift, scale):
+        """Factors whose products have twice the range of one exponential.
+
+        Features of a token spread over hundreds of natural logarithms where
+        inputs are large, and the largest of a query and of a key are seldom
+        the same one: their products may be exp(-100) of what the two largest
+        would give. So the scale of a row follows the products themselves.
+        Rows whose largest is above exp(LEAST_LOG_PRODUCT - 2 HEADROOM),
+        exp(-101), have exact outputs and gradients; down to exp(-161), exact
+        outputs.
+        """
         log_k = _masked(mask, log_k, LOG_ZERO)
         earlier = _lower_triangle(ops.shape(log_q)[2])
-        max_q = ops.max(log_q, axis=-1, keepdims=True)  # [B, H, C, 1]
-        max_k = ops.max(log_k, axis=-1, keepdims=True)  # [B, H, C, 1]
-        largest = ops.where(
-            earlier, ops.swapaxes(max_k, -1, -2), LOG_ZERO
+        max_q = largest(log_q, axis=-1)  # [B, H, C, 1]
+        max_k = largest(log_k, axis=-1)  # [B, H, C, 1]
+        near_query = ops.exp(log_q - max_q + HEADROOM)
+        near_key = ops.exp(log_k - max_k + HEADROOM)
+        log_weight = ops.where(
+            earlier,
+            max_q + ops.swapaxes(max_k, -1, -2) - 2 * HEADROOM,
+            LOG_ZERO,
         )  # [B, H, C, C]
         if scale is None:
-            scale = ops.maximum(
-                ops.max(log_q + shift, axis=-1, keepdims=True),
-                max_q + ops.max(largest, axis=-1, keepdims=True),
+            products = ops.maximum(
+                _outer(near_query, near_key), math.exp(LEAST_LOG_PRODUCT)
             )
-        new_shift = ops.maximum(shift, ops.max(log_k, axis=2, keepdims=True))
-        near_weight = ops.exp(max_q - scale + largest)
+            scale = ops.maximum(
+                largest(log_q + shift, axis=-1),
+                largest(log_weight + ops.log(products), axis=-1),
+            )
+        near_weight = ops.exp(log_weight - scale + MARGIN)
+        new_shift = ops.maximum(shift, largest(log_k, axis=2))
         return _Terms(
-            near_query=ops.exp(log_q - max_q),
-            near_key=ops.exp(log_k - max_k),
-            # Selected again: without any valid key, `largest - scale` is 0.
+            near_query=near_query,
+            near_key=near_key,
+            # Selected again: without any valid key, the difference is 0.
             near_weight=ops.where(earlier, near_weight, 0.0),
             far_query=ops.exp(log_q + shift - scale),
             far_key=ops.exp(log_k - new_shift),
@@ -185,15 +233,20 @@ class FeatureChunks(_Kernel):
         Log features went through `exp(features - stabiliser)` in both.
         """
         if self.log_space:
-            return near * grad_near + far * grad_far
+            return self.unit * (near * grad_near) + far * grad_far
         return grad_near + grad_far
+
+    def _weights(self, t):
+        """Weights `[B, H, C, C]` of the chunk's own keys."""
+        products = _outer(t.near_query, t.near_key)
+        return self.unit * (t.near_weight * products)
 
     def forward(self, carry, x):
         (sums, shift), (query, key, values, mask) = carry, x
         t = self._terms(
             self.query_features(query), self.key_features(key), mask, shift
         )
-        weights = t.near_weight * _outer(t.near_query, t.near_key)
+        weights = self._weights(t)
         output, normalizer = normalize(
             _times(weights, values) + _times(t.far_query, sums), self.floor
         )
@@ -222,7 +275,7 @@ class FeatureChunks(_Kernel):
         t = self._terms(
             self.query_features(query), features, mask, shift, scale
         )
-        weights = t.near_weight * _outer(t.near_query, t.near_key)
+        weights = self._weights(t)
         grad_products = t.near_weight * _outer(grad, values)  # [B, H, C, C]
         grad_features = self._chain(
             t.near_key,
@@ -265,7 +318,7 @@ class LocalBlocks(_Kernel):
     def _added(self, features, mask, shift):
         """Stabilised features to add, the sums' decay, and the new shift."""
         log_k = _masked(mask, features, LOG_ZERO)
-        new_shift = ops.maximum(shift, ops.max(log_k, axis=2, keepdims=True))
+        new_shift = ops.maximum(shift, largest(log_k, axis=2))
         far_key = ops.exp(log_k - new_shift)
         # Selected again: with no key so far the difference above is 0.
         far_key = _masked(mask, far_key, 0.0)
@@ -285,8 +338,8 @@ class LocalBlocks(_Kernel):
         _, seen, scores = self._near(query, x)
         log_q = self.query_features(query) + shift
         scale = ops.maximum(
-            ops.max(scores, axis=-1, keepdims=True),
-            ops.max(log_q, axis=-1, keepdims=True),
+            largest(scores, axis=-1),
+            largest(log_q, axis=-1),
         )
         weights = ops.where(seen, ops.exp(scores - scale), 0.0)
         values = ops.concatenate([x[5], x[2]], axis=2)  # [B, H, 2 W, F]

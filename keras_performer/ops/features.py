@@ -58,3 +58,22 @@ def generalized_features(x, projection, activation, epsilon):
     if projection is not None:
         x = ops.matmul(x, ops.transpose(projection))
     return (activation(x) + epsilon) * x.shape[-1] ** -0.5  # [..., M]
+
+
+def exponential_log_features(x, projection, epsilon):
+    """Logarithm of `M^(-1/2) (exp(w_i.x) + epsilon)`.
+
+    Args:
+        x: Tensor of shape `(..., d)`.
+        projection: Tensor of shape `(M, d)`, or `None` to use the entries of
+            `x` in place of `w_i.x` (then M is d).
+        epsilon: Float of at least 0.
+
+    Returns:
+        Tensor of shape `(..., M)`.
+    """
+    if projection is not None:
+        x = ops.matmul(x, ops.transpose(projection))
+    if epsilon > 0:
+        x = ops.logaddexp(x, ops.full_like(x, math.log(epsilon)))
+    return x - 0.5 * math.log(x.shape[-1])  # [..., M]

@@ -11,6 +11,9 @@ from keras_performer.ops import chunks
 # Tokens per chunk of the causal scan, where nobody asked for another number:
 # long enough for large products, short against the C^2 part of a chunk.
 DEFAULT_CHUNK_SIZE = 128
+# Blocks of a local window in one step of the loop, which the graph holds one
+# by one.
+MOST_BLOCKS = 8
 
 
 class _Given:
@@ -77,6 +80,9 @@ def causal_linear_attention(
 
     Returns:
         Tensor of shape `(B, L, H, E)`, or that and the state.
+
+    Raises:
+        ValueError: If the shapes or the state do not fit.
     """
     return causal_kernel_attention(
         q_features,
@@ -130,13 +136,11 @@ def kernel_attention(
         log_k = ops.where(mask, features_k, chunks.LOG_ZERO)
         # One shift for each feature, moved into the query, where one for each
         # row then cancels: no weight of any row is lost to underflow.
-        shift = ops.stop_gradient(ops.max(log_k, axis=2, keepdims=True))
+        shift = ops.stop_gradient(chunks.largest(log_k, axis=2))
         features_k = ops.exp(log_k - shift)  # [B, H, S, M]
         log_q = features_q + shift
-        features_q = ops.exp(
-            log_q
-            - ops.stop_gradient(ops.max(log_q, axis=-1, keepdims=True))
-        )  # [B, H, L, M]
+        largest = ops.stop_gradient(chunks.largest(log_q, axis=-1))
+        features_q = ops.exp(log_q - largest)  # [B, H, L, M]
     features_k = ops.where(mask, features_k, 0.0)
     sums = ops.einsum("bhjm,bhjf->bhmf", features_k, values)
     output = ops.einsum("bhim,bhmf->bhif", features_q, sums)
@@ -180,10 +184,10 @@ def causal_kernel_attention(
         projection: Tensor handed to the feature map.
         local_window: W, an integer; 0 for none. Needs log features.
         chunk_size: Tokens for each step of the scan; it changes the speed,
-            never the result. `None`: 128. With a local window it is rounded
-            down to whole blocks, and at least one.
-        initial_state: State of all tokens before these, as returned; `None`
-            for none. It is not changed.
+            never the result. `None`: 128, or one block with a local window.
+            There it is rounded down to whole blocks, from 1 to 8.
+        initial_state: State of all tokens before these, as returned for the
+            same `local_window`; `None` for none. It is not changed.
         return_state: Whether to return the state after these tokens too.
 
     Returns:
@@ -196,20 +200,34 @@ def causal_kernel_attention(
         `(B, 2 W, H, E)` and `"valid"` `(B, 2 W)` of the last two blocks.
 
     Raises:
-        ValueError: If the shapes do not fit together, if L and S differ, or
-            if a local window is asked of a map without log features.
+        ValueError: If the shapes do not fit together, if the lengths of
+            queries and keys differ (where they are not known before, the
+            backend's own error says so), if the state is one of other sizes
+            or of another local window, or if a local window is asked of a
+            map without log features.
     """
     dtype = value.dtype
     _check_shapes(query, key, value, key_mask)
     _check_causal(query, key, feature_map, local_window, chunk_size)
     query, key, values, mask = _prepare(query, key, value, key_mask)
+    # Lengths that were not known before differ here, if they do.
+    batch, length = ops.shape(query)[:2]
+    key = ops.reshape(key, (batch, length, *key.shape[2:]))
+    values = ops.reshape(values, (batch, length, *values.shape[2:]))
     projection = _core_cast(projection, query)
+    if initial_state is not None:
+        empty = causal_scan.empty_state(
+            query, values, feature_map, projection, local_window
+        )
+        _check_state(initial_state, empty)
     arguments = (query, key, values, mask, feature_map, projection)
     if local_window:
         output, state = causal_scan.local_attention(
             *arguments,
             window=local_window,
-            blocks_per_step=max(1, (chunk_size or 1) // local_window),
+            blocks_per_step=min(
+                max(1, (chunk_size or 1) // local_window), MOST_BLOCKS
+            ),
             state=initial_state,
             return_state=return_state,
         )
@@ -248,17 +266,33 @@ def exact_attention(query, key, value, key_mask=None, causal=False):
         _check_equal_lengths(query, key)
     seen = _seen(query, key, key_mask, causal)  # [B or 1, 1, L, S]
     if key_mask is None:
-        return ops.dot_product_attention(query, key, value, mask=seen)
+        return _dot_product_attention(query, key, value, seen)
     keep = ops.cast(key_mask, "bool")[:, :, None, None]
     # Selected, not only masked: a masked value may be infinite.
-    output = ops.dot_product_attention(
+    output = _dot_product_attention(
         query,
         ops.where(keep, key, ops.zeros_like(key)),
         ops.where(keep, value, ops.zeros_like(value)),
-        mask=seen,
+        seen,
     )
     some = ops.transpose(ops.any(seen, axis=-1, keepdims=True), (0, 2, 1, 3))
     return ops.where(some, output, ops.zeros_like(output))
+
+
+def _dot_product_attention(query, key, value, mask):
+    dim, width = query.shape[-1], value.shape[-1]
+    if dim == width:
+        return ops.dot_product_attention(query, key, value, mask=mask)
+    # JAX wants one width. Zeros change no product and no output.
+    common = max(dim, width)
+    query, key, value = (
+        ops.pad(x, [(0, 0)] * 3 + [(0, common - x.shape[-1])])
+        for x in (query, key, value)
+    )
+    output = ops.dot_product_attention(
+        query, key, value, mask=mask, scale=dim**-0.5
+    )
+    return output[..., :width]
 
 
 def attention_scores(
@@ -310,14 +344,14 @@ def attention_scores(
         if seen is not None:
             weights = ops.where(seen, weights, 0.0)
         return _divided_by_sum(weights, chunks.PLAIN_FLOOR)
-    max_q = ops.max(features_q, axis=-1, keepdims=True)  # [B, H, L, 1]
-    max_k = ops.max(features_k, axis=-1, keepdims=True)  # [B, H, S, 1]
+    max_q = chunks.largest(features_q, axis=-1)  # [B, H, L, 1]
+    max_k = chunks.largest(features_k, axis=-1)  # [B, H, S, 1]
     products = ops.einsum(
         "bhim,bhjm->bhij",
-        ops.exp(features_q - max_q),
-        ops.exp(features_k - max_k),
+        ops.exp(features_q - max_q + chunks.HEADROOM),
+        ops.exp(features_k - max_k + chunks.HEADROOM),
     )
-    scores = ops.log(ops.maximum(products, 1e-37))
+    scores = ops.log(ops.maximum(products, 1e-37)) - 2 * chunks.HEADROOM
     scores = scores + max_q + ops.swapaxes(max_k, -1, -2)
     if local_window:
         block = ops.arange(ops.shape(query)[2]) // local_window
@@ -330,7 +364,7 @@ def _masked_softmax(scores, seen):
     if seen is not None:
         scores = ops.where(seen, scores, chunks.LOG_ZERO)
     # The maximum cancels, so it needs no gradient.
-    largest = ops.stop_gradient(ops.max(scores, axis=-1, keepdims=True))
+    largest = ops.stop_gradient(chunks.largest(scores, axis=-1))
     weights = ops.exp(scores - largest)
     if seen is not None:
         weights = ops.where(seen, weights, 0.0)
@@ -416,6 +450,28 @@ def _check_shapes(query, key, value, key_mask):
             "shape (batch, key length). Received: "
             f"key_mask.shape={mask} for key.shape={k}"
         )
+
+
+def _check_state(state, empty):
+    """Raises unless a state has the parts and sizes of the empty one."""
+    names = sorted(state) if isinstance(state, dict) else state
+    if names != sorted(empty):
+        raise ValueError(
+            "Received an invalid value for argument `initial_state`, expected "
+            f"a dict of {sorted(empty)}, as returned for the same "
+            f"`local_window`. Received: {names}"
+        )
+    for name, like in empty.items():
+        shape, expected = tuple(state[name].shape), tuple(like.shape)
+        if len(shape) != len(expected) or any(
+            _differ(a, b) for a, b in zip(shape, expected)
+        ):
+            raise ValueError(
+                "Received an invalid value for argument `initial_state`, "
+                f"expected `{name}` of shape {expected}, as returned for the "
+                "same sizes and `local_window`. Received: "
+                f"{name}.shape={shape}"
+            )
 
 
 def _check_equal_lengths(query, key):
