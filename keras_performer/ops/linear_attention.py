@@ -454,7 +454,9 @@ def _check_shapes(query, key, value, key_mask):
 
 def _check_state(state, empty):
     """Raises unless a state has the parts and sizes of the empty one."""
-    names = sorted(state) if isinstance(state, dict) else state
+    names = type(state).__name__
+    if isinstance(state, dict):
+        names = sorted(state)
     if names != sorted(empty):
         raise ValueError(
             "Received an invalid value for argument `initial_state`, expected "

@@ -170,6 +170,26 @@ def test_causal_holds_for_inputs_of_any_size(window, dim):
         )
 
 
+@pytest.mark.parametrize(("scale", "opposite"), [(8, False), (4, True)])
+def test_first_tokens_of_many_heads_are_not_lost(scale, opposite):
+    # Features of one query and one key overlap least where there is no other
+    # key: among 512 such rows some products are 1e-40 of their bound.
+    rng = np.random.default_rng(3)
+    case = Draw("favor+", 3, dim=64, features=256)
+    q, k, v = rng.normal(size=(3, 2, 3, 256, 64)).astype("float32")
+    size = np.float32(scale * 64**-0.25)
+    case.arrays = [q * size, (-q if opposite else k) * size, v]
+    case.cotangent = np.ones_like(v)
+    actual = case.fast("eager", local_window=0)
+    expected = case.oracle(causal=True)
+    assert np.all(np.any(actual[0] != 0, axis=-1))
+    for a, b in zip(actual, expected):
+        error = np.max(np.abs(a - b)) / np.max(np.abs(b))
+        # Exponents are sums of terms as large as |x|^2 / 2 = 256: each is
+        # rounded by 256 * 2^-24 = 1.5e-5, and a weight has a few of them.
+        assert error <= 1e-4
+
+
 @pytest.mark.parametrize("name", ["favor+", "relu"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_bidirectional_holds_for_inputs_of_any_size(masked, name):
