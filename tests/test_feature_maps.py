@@ -125,7 +125,9 @@ def test_unprojected_kernels_have_no_projection():
 
 
 @pytest.mark.parametrize(
-    "feature_map", [Powers(3), Shifted(), Powers(), cubes], ids=str
+    "feature_map",
+    [Powers(3), Shifted(), cubes],
+    ids=["powers", "shifted", "cubes"],
 )
 def test_ones_own_map_works_saves_and_reloads(feature_map, tmp_path):
     if feature_map is cubes:
