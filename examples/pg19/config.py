@@ -133,7 +133,7 @@ class Smoke(Config):
     batch_size: int = 4
     num_layers: int = 2
     num_features: int = 64
-    steps: int = 400
+    steps: int = 300
     learning_rate: float = 3e-3
 
 
