@@ -4,16 +4,13 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Most of the time goes into compiling functions that then run once. These
-# leave XLA's own passes as they are, and LLVM's out.
+# Tests compile much and run little: these leave XLA's own passes as they are,
+# and LLVM's out, which compiles several times as fast and computes the same.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true",
 )
-# Tests compile much and run little: without its optimisations XLA compiles a
-# causal layer four times as fast. It computes the same.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import keras
 import pytest
