@@ -53,7 +53,7 @@ def scan_attention(
                 unroll,
             )
             rest = arguments[count + 1 :]
-            return (*gradients, *(ops.zeros_like(x) for x in rest))
+            return (*gradients, *(_no_gradient(x) for x in rest))
 
         return (output, sums, shift), gradient
 
@@ -107,12 +107,18 @@ def _two_passes(step, xs, carry, saved, grad_sums, steps, unroll):
         reverse=True,
         unroll=unroll,
     )
-    total = {n: ops.zeros_like(x) for n, x in enumerate(xs)}
-    total.update(zip(step.forward_slots, early))
+    total = dict(zip(step.forward_slots, early))
     for slot, gradient in zip(step.backward_slots, late):
         both = slot in step.forward_slots
         total[slot] = total[slot] + gradient if both else gradient
+    masks = set(range(count)) - set(total)
+    total.update({n: _no_gradient(xs[n]) for n in masks})
     return [*(total[n] for n in range(count)), grad_sums]
+
+
+def _no_gradient(x):
+    # Zeros of a known size are one node or three, as the size may be.
+    return x * 0.0
 
 
 def chunked_attention(

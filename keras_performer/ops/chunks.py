@@ -68,31 +68,32 @@ def largest(x, axis):
 
 def add_ones(values):
     """Values `[..., E]` with the column of ones, `[..., F]`."""
-    return ops.concatenate([values, ops.ones_like(values[..., :1])], axis=-1)
+    rank = len(values.shape)
+    paddings = [(0, 0)] * (rank - 1) + [(0, 1)]
+    return ops.pad(values, paddings, constant_values=1)
 
 
 def normalize(unnormalized, floor):
     """Splits `[..., F]` into the output `[..., E]` and its normaliser."""
     normalizer = unnormalized[..., -1:]
     empty = ops.abs(normalizer) < floor
-    safe = ops.where(empty, ops.ones_like(normalizer), normalizer)
+    safe = ops.where(empty, 1.0, normalizer)
     # The numerator is cleared as well, not only divided by 1: an empty row
     # has output 0 and no gradient, even where its terms underflowed.
     numerator = unnormalized[..., :-1]
-    numerator = ops.where(empty, ops.zeros_like(numerator), numerator)
-    return numerator / safe, normalizer
+    return ops.where(empty, 0.0, numerator) / safe, normalizer
 
 
 def normalize_gradient(grad, output, normalizer, log_space):
     """Gradient with respect to what `normalize` split, `[..., F]`."""
     floor = LOG_FLOOR if log_space else PLAIN_FLOOR
     empty = ops.abs(normalizer) < floor
-    safe = ops.where(empty, ops.ones_like(normalizer), normalizer)
+    safe = ops.where(empty, 1.0, normalizer)
     if log_space:
         safe = ops.maximum(safe, LEAST_LOG_DIVISOR)
     last = -ops.sum(grad * output, axis=-1, keepdims=True)
     grad = ops.concatenate([grad, last], axis=-1) / safe
-    return ops.where(empty, ops.zeros_like(grad), grad)
+    return ops.where(empty, 0.0, grad)
 
 
 def _outer(a, b):
@@ -180,7 +181,7 @@ class FeatureChunks(_Kernel):
             far_key=key,
             decay=ops.ones_like(shift),
             shift=shift,
-            scale=ops.zeros_like(query[..., :1]),
+            scale=query[..., :1] * 0.0,
         )
 
     def _log_terms(self, log_q, log_k, mask, shift, scale):
@@ -198,12 +199,15 @@ class FeatureChunks(_Kernel):
         earlier = _lower_triangle(ops.shape(log_q)[2])
         max_q = largest(log_q, axis=-1)  # [B, H, C, 1]
         max_k = largest(log_k, axis=-1)  # [B, H, C, 1]
-        near_query = ops.exp(log_q - max_q + HEADROOM)
+        # All logarithms of a row are taken relative to its own largest, which
+        # cancels: smaller numbers lose less to rounding.
+        log_q = log_q - max_q
+        near_query = ops.exp(log_q + HEADROOM)
+        # Selected again: the difference of two logarithms of zero is 0.
         near_key = ops.exp(log_k - max_k + HEADROOM)
+        near_key = _masked(mask, near_key, 0.0)
         log_weight = ops.where(
-            earlier,
-            max_q + ops.swapaxes(max_k, -1, -2) - 2 * HEADROOM,
-            LOG_ZERO,
+            earlier, ops.swapaxes(max_k, -1, -2) - 2 * HEADROOM, LOG_ZERO
         )  # [B, H, C, C]
         if scale is None:
             products = ops.maximum(

@@ -3,6 +3,7 @@
 Tensors at the door are `[B, L, H, D]`: batch, length, heads, width.
 """
 
+import keras
 from keras import ops
 
 from keras_performer.ops import causal as causal_scan
@@ -281,8 +282,16 @@ def exact_attention(query, key, value, key_mask=None, causal=False):
 
 def _dot_product_attention(query, key, value, mask):
     dim, width = query.shape[-1], value.shape[-1]
+    scale = dim**-0.5
+    if keras.backend.standardize_dtype(value.dtype) == "float64":
+        # Keras computes the softmax in float32.
+        scores = ops.einsum("bihd,bjhd->bhij", query * scale, key)
+        weights = _masked_softmax(scores, mask)
+        return ops.einsum("bhij,bjhe->bihe", weights, value)
     if dim == width:
-        return ops.dot_product_attention(query, key, value, mask=mask)
+        return ops.dot_product_attention(
+            query, key, value, mask=mask, scale=scale
+        )
     # JAX wants one width. Zeros change no product and no output.
     common = max(dim, width)
     query, key, value = (
@@ -290,7 +299,7 @@ def _dot_product_attention(query, key, value, mask):
         for x in (query, key, value)
     )
     output = ops.dot_product_attention(
-        query, key, value, mask=mask, scale=dim**-0.5
+        query, key, value, mask=mask, scale=scale
     )
     return output[..., :width]
 
@@ -398,11 +407,16 @@ def _prepare(query, key, value, key_mask):
     Masked keys and values become 0, so that whatever stood there (NaN
     included) reaches neither the output nor a gradient.
     """
-    dtype = "float64" if value.dtype == "float64" else "float32"
+    given = keras.backend.standardize_dtype(value.dtype)
+    dtype = "float64" if given == "float64" else "float32"
     query, key, value = (ops.cast(x, dtype) for x in (query, key, value))
     values = chunks.add_ones(value)
     if key_mask is None:
-        return query, key, values, ops.ones(ops.shape(key)[:2], dtype=dtype)
+        batch, length = ops.shape(key)[:2]
+        # Not `ones`, whose graph depends on their number.
+        everything = ops.cast(ops.arange(length) >= 0, dtype)
+        mask = ops.broadcast_to(everything[None, :], (batch, length))
+        return query, key, values, mask
     mask = ops.cast(ops.cast(key_mask, "bool"), dtype)
     keep = mask[:, :, None, None] > 0
     key = ops.where(keep, key, ops.zeros_like(key))

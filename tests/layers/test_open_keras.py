@@ -25,7 +25,7 @@ from tests.testing import normal
 from tests.testing import to_numpy
 
 if ON_TENSORFLOW:
-    import tensorflow as tf
+    pass
 
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 samples = pytest.mark.parametrize("name", SAMPLE)
@@ -375,17 +375,6 @@ def test_o45_scores_of_symbolic_cross_attention(name):
     assert_close(model([query, value])[1], expected, 1e-5)
 
 
-@pytest.mark.tensorflow_only("only TensorFlow has ragged tensors")
-@KINDS
-def test_o46_a_ragged_tensor_is_refused_by_name(kind):
-    rows = [normal(3, 11), normal(7, 11, seed=1)]
-    ragged = tf.RaggedTensor.from_row_lengths(
-        np.concatenate(rows), [len(row) for row in rows]
-    )
-    with pytest.raises(TypeError, match="to_tensor"):
-        make(kind, "favor")(ragged)
-
-
 @pytest.mark.parametrize(
     ("name", "with_input"),
     [*((name, True) for name in SAMPLE), ("favor-window", False)],
@@ -476,9 +465,8 @@ def test_o58_lora_trains_the_inner_projections_only(name):
     model = model_of(layer)
     x = normal(2, 7, 11)
     before = to_numpy(layer(x))
-    layer.trainable = False
+    layer.key.trainable = layer.attention_output.trainable = False
     for dense in (layer.query, layer.value):
-        dense.trainable = True
         dense.enable_lora(4)
     np.testing.assert_array_equal(to_numpy(layer(x)), before)
     paths = {w.path.split("/")[-2] for w in layer.trainable_weights}

@@ -12,7 +12,6 @@ from keras_performer import feature_maps
 from keras_performer import ops
 from keras_performer.ops import reference
 from tests.ops.gradients import MODES
-from tests.ops.gradients import ON_JAX
 from tests.ops.gradients import XLA_MODES
 from tests.ops.gradients import differentiate
 from tests.ops.sizes import BATCH
