@@ -203,6 +203,10 @@ class TwoBlocks(keras.layers.Layer):
     def call(self, inputs):
         return self.second(self.first(inputs))
 
+    def compute_output_shape(self, input_shape):
+        # Keras needs it on JAX, where it cannot trace an unknown length.
+        return input_shape
+
     def get_config(self):
         return {
             **super().get_config(),
