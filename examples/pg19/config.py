@@ -123,9 +123,9 @@ class Smoke(Config):
     """Shows that everything works, on the text that Python brings along.
 
     Command: python -m examples.pg19.train
-    Time: under 5 minutes on 2 CPU cores, evaluation and export included.
-    Score: see README.md. With 320 kB of training text this is no language
-    model; it learns to spell and to format.
+    Time: 3.5 minutes on 2 CPU cores, evaluation and export included.
+    Score: 2.88 bits per byte. With 320 kB of training text this is no
+    language model; it learns to spell and to format.
     """
 
     # Twice the layer's window of 128 would be exact attention throughout.
