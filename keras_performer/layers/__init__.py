@@ -2,10 +2,12 @@
 
 from keras_performer.layers.embeddings import TokenAndPositionEmbedding
 from keras_performer.layers.performer_attention import PerformerAttention
+from keras_performer.layers.performer_attention import calibrate
 from keras_performer.layers.performer_block import PerformerBlock
 
 __all__ = [
     "PerformerAttention",
     "PerformerBlock",
     "TokenAndPositionEmbedding",
+    "calibrate",
 ]

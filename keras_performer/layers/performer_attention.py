@@ -20,13 +20,19 @@ from keras_performer.layers.masks import check_mask_argument
 from keras_performer.layers.masks import combined_key_mask
 from keras_performer.layers.masks import differ
 from keras_performer.layers.masks import mask_shape
+from keras_performer.layers.steps import TrainingSteps
+from keras_performer.layers.steps import redraw_if_due
+from keras_performer.ops.projections import StepSeed
 
 # W of causal softmax maps where nobody chose another.
 DEFAULT_LOCAL_WINDOW = 128
+# Share that running statistics of the inputs keep at each training step, once
+# there have been as many steps as make a mean of them.
+STATISTICS_MOMENTUM = 0.99
 
 
 @keras.saving.register_keras_serializable(package="keras_performer")
-class PerformerAttention(keras.layers.Layer):
+class PerformerAttention(TrainingSteps, keras.layers.Layer):
     """Multi-head attention through a feature map, linear in the length.
 
     A drop-in for `keras.layers.MultiHeadAttention` on long sequences: the
@@ -47,8 +53,10 @@ class PerformerAttention(keras.layers.Layer):
         num_features: Features for each head, M. More are more accurate and
             slower.
         causal: Whether token i sees tokens `j <= i` only.
-        redraw_interval: Training steps between new projections. Only `None`,
-            which keeps the first draw, is supported by this version.
+        redraw_interval: Training steps between new projections; `None`
+            keeps the first. Draws follow from the seed and the number of
+            steps, both saved with the weights, so that replicas agree and a
+            resumed run continues. Inference never draws.
         local_window: W. A causal softmax map sees the own and the previous
             block of W tokens exactly, and all before by features: up to 2 W
             tokens that is exact attention. `None`: 128 for those maps, 0 for
@@ -162,7 +170,9 @@ class PerformerAttention(keras.layers.Layer):
         arguments.check_boolean("rotary", rotary)
         arguments.check_boolean("use_bias", use_bias)
         arguments.check_rate("dropout", dropout)
-        arguments.check_redraw_interval(redraw_interval)
+        arguments.check_integer(
+            "redraw_interval", redraw_interval, optional=True
+        )
         feature_map = feature_maps.get(feature_map)
         _check_window(local_window, feature_map, causal)
         if rotary and key_dim % 2:
@@ -190,6 +200,7 @@ class PerformerAttention(keras.layers.Layer):
         self._projection_seed = self.seed
         if self.seed is None:
             self._projection_seed = random.randint(1, 10**9)
+        self._draws_by_hand = 0
         self.kernel_initializer = initializers.get(kernel_initializer)
         self.bias_initializer = initializers.get(bias_initializer)
         self.kernel_regularizer = regularizers.get(kernel_regularizer)
@@ -197,6 +208,9 @@ class PerformerAttention(keras.layers.Layer):
         self.kernel_constraint = constraints.get(kernel_constraint)
         self.bias_constraint = constraints.get(bias_constraint)
         self.projection = None
+        self._feature_weights = {}
+        self._statistics = {}
+        self._calibrating = False
 
     @property
     def output_shape(self):
@@ -255,6 +269,7 @@ class PerformerAttention(keras.layers.Layer):
             self.dropout, self.seed
         )
         self.projection = self._add_projection()
+        self._add_feature_weights()
 
     def _dense(self, index, equation, output_shape, bias_axes, name):
         dense = keras.layers.EinsumDense(
@@ -301,6 +316,158 @@ class PerformerAttention(keras.layers.Layer):
             aggregation="only_first_replica",
         )
 
+    def _add_feature_weights(self):
+        """The feature map's own weights and statistics, redraw's state."""
+        specs = self.feature_map.weight_specs(
+            self.num_heads, self.num_features, self.key_dim
+        )
+        self._feature_weights = {
+            name: self._add_core_weight(name, *spec)
+            for name, spec in specs.items()
+        }
+        width = self.feature_map.statistics_width(self.key_dim)
+        if width:
+            shape = (self.num_heads, width)
+            self._statistics = {
+                "query": self._add_core_weight("query_statistics", shape),
+                "key": self._add_core_weight("key_statistics", shape),
+                "count": self._add_core_weight("statistics_count", ()),
+            }
+        if self.redraw_interval is not None and self.projection is not None:
+            seed = arguments.first_seed(self._projection_seed)
+            self._redraw_state = self.add_weight(
+                name="redraw_state",
+                shape=(2,),
+                initializer=lambda shape, dtype: ops.convert_to_tensor(
+                    [seed, 0], dtype=dtype
+                ),
+                dtype="int32",
+                trainable=False,
+                autocast=False,
+                aggregation="only_first_replica",
+            )
+
+    def _add_core_weight(
+        self, name, shape, initializer="zeros", trainable=False
+    ):
+        kwargs = {} if trainable else {"aggregation": "only_first_replica"}
+        return self.add_weight(
+            name=name,
+            shape=shape,
+            initializer=initializer,
+            dtype="float32",
+            trainable=trainable,
+            autocast=False,
+            **kwargs,
+        )
+
+    def redraw_projection(self, seed=None):
+        """Draws a new projection at once.
+
+        Args:
+            seed: Integer; `None` continues a sequence that follows from the
+                layer's seed, apart from that of `redraw_interval`.
+
+        Raises:
+            ValueError: If the layer has no projection: it is not built, or
+                its feature map draws none.
+        """
+        if self.projection is None:
+            raise ValueError(
+                f"{self.name} has no projection to redraw: "
+                + (
+                    f"{type(self.feature_map).__name__} draws none."
+                    if self.built
+                    else "it is not built yet."
+                )
+            )
+        if seed is None:
+            self._draws_by_hand += 1
+            first = arguments.first_seed(self._projection_seed)
+            # Steps count up from 0; these count down from the largest.
+            seed = StepSeed([first, 2**31 - self._draws_by_hand])
+        self.projection.assign(self._draw(seed))
+
+    def _draw(self, seed):
+        return self.feature_map.draw_projection(
+            self.num_features, self.key_dim, seed
+        )
+
+    def _begin_step(self):
+        if self._statistics:
+            self._adapt()
+        if self.redraw_interval is not None and self.projection is not None:
+            redraw_if_due(
+                self._redraw_state,
+                self.projection,
+                self.redraw_interval,
+                self._draw,
+            )
+
+    def _adapt(self):
+        """Sets the feature map's weights as the statistics say."""
+        count, query, key = (
+            ops.convert_to_tensor(self._statistics[name])
+            for name in ("count", "query", "key")
+        )
+        old = {
+            name: ops.convert_to_tensor(weight)
+            for name, weight in self._feature_weights.items()
+        }
+        new = self.feature_map.adapt(query, key, old)
+        for name, value in new.items():
+            value = ops.where(count > 0, value, old[name])
+            self._feature_weights[name].assign(value)
+
+    def _observe(self, query, key, query_mask, key_mask):
+        """Takes the valid tokens of this call into the statistics."""
+        count = ops.convert_to_tensor(self._statistics["count"])
+        share = 1.0 / (count + 1.0)
+        if not self._calibrating:
+            share = ops.maximum(share, 1.0 - STATISTICS_MOMENTUM)
+        for name, x, mask in (
+            ("query", query, query_mask),
+            ("key", key, key_mask),
+        ):
+            mean, some = self._mean_of_valid(self._scaled(x), mask)
+            old = ops.convert_to_tensor(self._statistics[name])
+            new = old + ops.where(some, share, 0.0) * (mean - old)
+            self._statistics[name].assign(new)
+        self._statistics["count"].assign(count + 1.0)
+
+    def _mean_of_valid(self, x, mask):
+        """Mean `[H, width]` over all replicas; whether there was a token."""
+        x = ops.cast(ops.stop_gradient(x), "float32")
+        x = self.feature_map.observe(x)  # [B, L, H, width]
+        valid = ops.ones_like(x[..., :1])
+        if mask is not None:
+            valid = valid * ops.cast(mask, "float32")[:, :, None, None]
+            x = ops.where(valid > 0, x, 0.0)
+        x = ops.concatenate([x, valid], axis=-1)
+        mean, _ = ops.moments(
+            x,
+            axes=(0, 1),
+            synchronized=keras.backend.backend() == "tensorflow",
+        )
+        share = mean[..., -1:]  # [H, 1], of tokens that are valid
+        some = share > 0
+        return mean[..., :-1] / ops.where(some, share, 1.0), some
+
+    def calibrate(self, data):
+        """Sets the statistics of an adaptive feature map without training.
+
+        For the layers of a whole model, use `keras_performer.calibrate`.
+
+        Args:
+            data: Input of the layer, or an iterable of such inputs (for
+                instance a `tf.data.Dataset`): one pass, batches weighted
+                equally.
+
+        Raises:
+            ValueError: If the feature map does not adapt to its inputs.
+        """
+        calibrate(self, data)
+
     def call(
         self,
         query,
@@ -320,10 +487,12 @@ class PerformerAttention(keras.layers.Layer):
     ):
         arguments.check_state(initial_state, return_state)
         check_mask_argument(mask, value)
+        self._step(training)
         masks = [value_mask, key_mask]
         if value is None:
             masks += [mask, query_mask]
         causal = self.causal or use_causal_mask
+        self_attention = value is None
         shapes = self._call_shapes(query, value, key)
         self._check_shapes(*shapes, causal=causal)
         source = shapes[1][:2]
@@ -338,6 +507,9 @@ class PerformerAttention(keras.layers.Layer):
         value = self.value(value)  # [B, S, H, E]
         if self.rotary:
             query, key = rotary_embedding(query), rotary_embedding(key)
+        if self._statistics and (training or self._calibrating):
+            valid = key_mask if self_attention else query_mask
+            self._observe(query, key, valid, key_mask)
         if return_attention_scores:
             scores = self._scores(query, key, key_mask, causal)
             value = ops.cast(value, scores.dtype)
@@ -365,6 +537,7 @@ class PerformerAttention(keras.layers.Layer):
         kwargs = {
             "feature_map": self.feature_map,
             "projection": self.projection,
+            "weights": self._feature_weights,
         }
         if not causal:
             return attention_ops.kernel_attention(
@@ -388,6 +561,7 @@ class PerformerAttention(keras.layers.Layer):
             key_mask,
             feature_map=None if exact else self.feature_map,
             projection=self.projection,
+            weights=self._feature_weights,
             causal=causal,
             local_window=self._window() if causal else 0,
         )
@@ -401,7 +575,7 @@ class PerformerAttention(keras.layers.Layer):
         """The local window of a causal call."""
         if self.local_window is not None:
             return self.local_window
-        return DEFAULT_LOCAL_WINDOW if _allows_window(self.feature_map) else 0
+        return DEFAULT_LOCAL_WINDOW if self.feature_map.allows_window else 0
 
     def _call_shapes(self, query, value, key):
         if isinstance(query, (list, tuple)):
@@ -520,14 +694,59 @@ class PerformerAttention(keras.layers.Layer):
         }
 
 
-def _allows_window(feature_map):
-    return feature_map.log_space and feature_map.estimates_softmax
+def calibrate(model, data):
+    """Sets the statistics of adaptive feature maps without training.
+
+    Every `PerformerAttention` of the model whose map adapts to its inputs
+    ("favor++", "favor#") forgets what it knew and takes the mean over one
+    pass, in inference mode.
+
+    Args:
+        model: A built model or layer.
+        data: Input of the model, or an iterable of such inputs (for instance
+            a `tf.data.Dataset`): one pass, batches weighted equally.
+
+    Raises:
+        ValueError: If no layer's feature map adapts to its inputs, or there
+            is no data.
+    """
+    layers = [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, PerformerAttention) and layer._statistics
+    ]
+    if not layers:
+        raise ValueError(
+            f"{model.name} has no built layer with a feature map that adapts "
+            'to its inputs, as "favor++" and "favor#" do.'
+        )
+    batches = [data] if hasattr(data, "shape") else data
+    for layer in layers:
+        layer._statistics["count"].assign(0.0)
+        layer._calibrating = True
+    count = 0
+    try:
+        for batch in batches:
+            if isinstance(batch, tuple):  # with labels, as for `fit`
+                batch = keras.utils.unpack_x_y_sample_weight(batch)[0]
+            model(batch, training=False)
+            count += 1
+    finally:
+        for layer in layers:
+            layer._calibrating = False
+    if not count:
+        raise ValueError(
+            "Received an invalid value for argument `data`, expected at "
+            f"least one batch. Received: data={data!r}"
+        )
+    for layer in layers:
+        layer._adapt()
 
 
 def _check_window(local_window, feature_map, causal):
     if not local_window:
         return
-    if not _allows_window(feature_map):
+    if not feature_map.allows_window:
         raise arguments.invalid(
             "local_window",
             "0 or None for a feature map that does not estimate the softmax "

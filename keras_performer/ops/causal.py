@@ -7,7 +7,7 @@ from keras_performer.ops.scan import chunk_scan
 
 
 def scan_attention(
-    kernel, feature_map, projection, xs, carry, steps, unroll=1
+    kernel, feature_map, projection, weights, xs, carry, steps, unroll=1
 ):
     """Runs a kernel of `chunks.py` over its chunks, with its gradient.
 
@@ -15,6 +15,7 @@ def scan_attention(
         kernel: `chunks.FeatureChunks` or `chunks.LocalBlocks`.
         feature_map: The feature map.
         projection: Tensor or `None`; it gets no gradient.
+        weights: Dict of the map's weights; they get gradients.
         xs: Tuple of the kernel's inputs, each with a leading axis of chunks.
         carry: `(sums, shift)`.
         steps: Number of chunks.
@@ -24,12 +25,18 @@ def scan_attention(
         Outputs `[n, B, H, C, E]` and the carry after all chunks. Gradients
         pass through the sums; the shift has none, as it cancels.
     """
-    count = len(xs)
+    names = list(weights)
+    count, first_weight = len(xs), len(xs) + 2
+    first_rest = first_weight + len(names)
 
     @ops.custom_gradient
     def attend(*arguments):
-        xs, carry = arguments[:count], arguments[count : count + 2]
-        step = kernel(feature_map, (arguments[count + 2 :] or (None,))[0])
+        xs, carry = arguments[:count], arguments[count:first_weight]
+        step = kernel(
+            feature_map,
+            (arguments[first_rest:] or (None,))[0],
+            dict(zip(names, arguments[first_weight:first_rest])),
+        )
         (sums, shift), ys = chunk_scan(
             step.forward, carry, xs, steps, 4, unroll=unroll
         )
@@ -43,7 +50,7 @@ def scan_attention(
             grad = chunks.normalize_gradient(
                 grad_output, output, normalizer, step.log_space
             )
-            gradients = _two_passes(
+            gradients, grad_sums, grad_weights = _two_passes(
                 step,
                 xs,
                 carry,
@@ -52,18 +59,24 @@ def scan_attention(
                 steps,
                 unroll,
             )
-            rest = arguments[count + 1 :]
-            return (*gradients, *(_no_gradient(x) for x in rest))
+            return (
+                *gradients,
+                grad_sums,
+                _no_gradient(carry[1]),
+                *grad_weights,
+                *(_no_gradient(x) for x in arguments[first_rest:]),
+            )
 
         return (output, sums, shift), gradient
 
-    arguments = (*xs, *carry) + (() if projection is None else (projection,))
+    arguments = (*xs, *carry, *weights.values())
+    arguments += () if projection is None else (projection,)
     output, sums, shift = attend(*arguments)
     return output, (sums, shift)
 
 
 def _two_passes(step, xs, carry, saved, grad_sums, steps, unroll):
-    """Gradients of `xs` and of the first sums, by computing anew.
+    """Gradients by computing anew.
 
     Args:
         step: A kernel of `chunks.py`.
@@ -76,31 +89,42 @@ def _two_passes(step, xs, carry, saved, grad_sums, steps, unroll):
         unroll: Chunks for each trip of the loop.
 
     Returns:
-        List of tensors.
+        Lists of the gradients of `xs`, of the first sums, and of the feature
+        map's weights.
     """
     count = len(xs)
     grad, scale, shifts = saved
+    no_weights = tuple(
+        _no_gradient(x) for x in step.bound.weights.values()
+    )
 
     def forward(carry, x):
-        return step.forward_gradient(carry, x[:count], *x[count:])
+        slots = len(step.forward_slots)
+        state, gradients = step.forward_gradient(
+            carry[:2], x[:count], *x[count:]
+        )
+        weights = zip(carry[2:], gradients[slots:])
+        return (*state, *(a + b for a, b in weights)), gradients[:slots]
 
     def backward(carry, x):
+        slots = len(step.backward_slots)
         grad_sums, gradients = step.backward_gradient(
             carry[0], x[:count], *x[count:]
         )
-        return (grad_sums,), gradients
+        weights = zip(carry[1:], gradients[slots:])
+        return (grad_sums, *(a + b for a, b in weights)), gradients[:slots]
 
-    _, early = chunk_scan(
+    (_, _, *early_weights), early = chunk_scan(
         forward,
-        carry,
+        (*carry, *no_weights),
         (*xs, grad, scale),
         steps,
         len(step.forward_slots),
         unroll=unroll,
     )
-    (grad_sums,), late = chunk_scan(
+    (grad_sums, *late_weights), late = chunk_scan(
         backward,
-        (grad_sums,),
+        (grad_sums, *no_weights),
         (*xs, grad, scale, shifts),
         steps,
         len(step.backward_slots),
@@ -113,7 +137,8 @@ def _two_passes(step, xs, carry, saved, grad_sums, steps, unroll):
         total[slot] = total[slot] + gradient if both else gradient
     masks = set(range(count)) - set(total)
     total.update({n: _no_gradient(xs[n]) for n in masks})
-    return [*(total[n] for n in range(count)), grad_sums]
+    weights = [a + b for a, b in zip(early_weights, late_weights)]
+    return [total[n] for n in range(count)], grad_sums, weights
 
 
 def _no_gradient(x):
@@ -122,7 +147,15 @@ def _no_gradient(x):
 
 
 def chunked_attention(
-    query, key, values, mask, feature_map, projection, chunk_size, state
+    query,
+    key,
+    values,
+    mask,
+    feature_map,
+    projection,
+    weights,
+    chunk_size,
+    state,
 ):
     """Causal attention with every key seen through its features.
 
@@ -133,6 +166,7 @@ def chunked_attention(
         mask: `[B, L]`, 1 or 0, in the dtype of the query.
         feature_map: The feature map.
         projection: Tensor or `None`.
+        weights: Dict of the map's weights.
         chunk_size: Tokens per chunk.
         state: State of the tokens before these, or `None`.
 
@@ -147,11 +181,13 @@ def chunked_attention(
         to_chunks(x, steps, chunk_size) for x in (query, key, values, mask)
     )
     if state is None:
-        state = empty_state(query, values, feature_map, projection)
+        bound = chunks.BoundMap(feature_map, weights)
+        state = empty_state(query, values, bound, projection)
     output, carry = scan_attention(
         chunks.FeatureChunks,
         feature_map,
         projection,
+        weights,
         xs,
         _carry(state, query.dtype),
         steps,
@@ -168,6 +204,7 @@ def local_attention(
     mask,
     feature_map,
     projection,
+    weights,
     window,
     blocks_per_step,
     state,
@@ -183,6 +220,7 @@ def local_attention(
         return_state: Whether the state is wanted; it is `None` if not.
     """
     length = ops.shape(query)[1]
+    bound = chunks.BoundMap(feature_map, weights)
     tokens = (query, key, values, mask)
     stateful = state is not None or return_state
     if not stateful:
@@ -196,7 +234,7 @@ def local_attention(
         first = tuple(ops.zeros_like(x[:1]) for x in blocks[1:])
     else:
         if state is None:
-            state = empty_state(query, values, feature_map, projection, window)
+            state = empty_state(query, values, bound, projection, window)
         offset = state["position"] % window  # [B], tokens in the last block
         # One block for what is left of the last one, one to end in.
         steps = (length + window - 1) // window + 1
@@ -217,11 +255,12 @@ def local_attention(
         going = ops.arange(steps, dtype="int32")[:, None] < end[None, :]
         added = added * ops.cast(going, added.dtype)[:, :, None]
     else:
-        state = empty_state(query, values, feature_map, projection)
+        state = empty_state(query, values, bound, projection)
     output, carry = scan_attention(
         chunks.LocalBlocks,
         feature_map,
         projection,
+        weights,
         (*blocks, *previous, added),
         _carry(state, query.dtype),
         steps,

@@ -15,6 +15,8 @@ Two kernels share one contract, used by `causal.py`:
   opposite order: the gradients that depend on what came *after*.
 
 Both compute the features anew, so that nothing of size L x M is stored.
+After the gradients of `x` they give those of the feature map's weights, from
+this chunk's query features in the first and its key features in the second.
 `forward_slots` and `backward_slots` say of which elements of `x` they are.
 `grad` is the gradient `[B, H, C, F]` with respect to the output before its
 normalisation, which is in units of `exp(scale)`.
@@ -123,18 +125,42 @@ def _masked(mask, x, fill):
     return ops.where(mask[:, None, :, None] > 0, x, fill)
 
 
-class _Kernel:
-    def __init__(self, feature_map, projection):
+class BoundMap:
+    """A feature map together with its weights, a dict of tensors."""
+
+    def __init__(self, feature_map, weights=None):
         self.feature_map = feature_map
+        self.weights = weights or {}
+        self.log_space = feature_map.log_space
+
+    def __call__(self, x, projection=None, is_query=True):
+        # A map without weights need not know of the argument.
+        weights = {"weights": self.weights} if self.weights else {}
+        return self.feature_map(x, projection, is_query=is_query, **weights)
+
+
+class _Kernel:
+    def __init__(self, feature_map, projection, weights=None):
+        self.bound = BoundMap(feature_map, weights)
         self.projection = projection
         self.log_space = feature_map.log_space
         self.floor = LOG_FLOOR if self.log_space else PLAIN_FLOOR
 
     def query_features(self, query):
-        return self.feature_map(query, self.projection, is_query=True)
+        return self.bound(query, self.projection, is_query=True)
 
     def key_features(self, key):
-        return self.feature_map(key, self.projection, is_query=False)
+        return self.bound(key, self.projection, is_query=False)
+
+    def features_vjp(self, x, is_query):
+        """Features, and the pullback to `x` and to each of the weights."""
+
+        def features(x, *weights):
+            weights = dict(zip(self.bound.weights, weights))
+            bound = BoundMap(self.bound.feature_map, weights)
+            return bound(x, self.projection, is_query=is_query)
+
+        return vjp(features, (x, *self.bound.weights.values()))
 
 
 class _Terms(NamedTuple):
@@ -162,8 +188,8 @@ class FeatureChunks(_Kernel):
     forward_slots = (0,)
     backward_slots = (1, 2)
 
-    def __init__(self, feature_map, projection):
-        super().__init__(feature_map, projection)
+    def __init__(self, feature_map, projection, weights=None):
+        super().__init__(feature_map, projection, weights)
         # Multiplied last, when the product is of the size of a weight again.
         self.unit = math.exp(-MARGIN) if self.log_space else 1.0
 
@@ -260,7 +286,7 @@ class FeatureChunks(_Kernel):
     def forward_gradient(self, carry, x, grad, scale):
         """Gradient of the query."""
         (sums, shift), (query, key, values, mask) = carry, x
-        features, pullback = vjp(self.query_features, query)
+        features, pullback = self.features_vjp(query, is_query=True)
         t = self._terms(features, self.key_features(key), mask, shift, scale)
         grad_products = t.near_weight * _outer(grad, values)  # [B, H, C, C]
         grad_features = self._chain(
@@ -270,12 +296,12 @@ class FeatureChunks(_Kernel):
             _outer(grad, sums),
         )
         sums = _rescale(sums, t.decay) + _transposed_times(t.far_key, values)
-        return (sums, t.shift), (pullback(grad_features),)
+        return (sums, t.shift), pullback(grad_features)
 
     def backward_gradient(self, grad_sums, x, grad, scale, shift):
         """Gradients of the key and of the values."""
         query, key, values, mask = x
-        features, pullback = vjp(self.key_features, key)
+        features, pullback = self.features_vjp(key, is_query=False)
         t = self._terms(
             self.query_features(query), features, mask, shift, scale
         )
@@ -293,7 +319,8 @@ class FeatureChunks(_Kernel):
         grad_values += _times(t.far_key, grad_sums)
         grad_sums = _rescale(grad_sums, t.decay)
         grad_sums += _transposed_times(t.far_query, grad)
-        return grad_sums, (pullback(grad_features), grad_values)
+        grad_key, *grad_weights = pullback(grad_features)
+        return grad_sums, (grad_key, grad_values, *grad_weights)
 
 
 class LocalBlocks(_Kernel):
@@ -360,10 +387,10 @@ class LocalBlocks(_Kernel):
         values = ops.concatenate([x[5], x[2]], axis=2)  # [B, H, 2 W, F]
         weights = ops.where(seen, ops.exp(scores - scale), 0.0)
         grad_scores = weights * _outer(grad, values)  # [B, H, W, 2 W]
-        features, pullback = vjp(self.query_features, query)
+        features, pullback = self.features_vjp(query, is_query=True)
         far_query = ops.exp(features + shift - scale)
-        grad_query = _times(grad_scores, key)
-        grad_query += pullback(far_query * _outer(grad, sums))
+        grad_query, *grad_weights = pullback(far_query * _outer(grad, sums))
+        grad_query += _times(grad_scores, key)
         grad_key = _transposed_times(grad_scores, query)
         grad_values = _transposed_times(weights, grad)
         size = ops.shape(query)[2]
@@ -373,16 +400,18 @@ class LocalBlocks(_Kernel):
             grad_values[:, :, size:],
             grad_key[:, :, :size],
             grad_values[:, :, :size],
+            *grad_weights,
         )
         return self._advance(carry, x), gradients
 
     def backward_gradient(self, grad_sums, x, grad, scale, shift):
         """Gradients of the previous block's keys and values, as added."""
-        features, pullback = vjp(self.key_features, x[4])
+        features, pullback = self.features_vjp(x[4], is_query=False)
         far_key, decay, _ = self._added(features, x[7], shift)
         grad_features = far_key * _outer(x[5], grad_sums)
         grad_values = _times(far_key, grad_sums)
         log_q = self.query_features(x[0]) + shift
         grad_sums = _rescale(grad_sums, decay)
         grad_sums += _transposed_times(ops.exp(log_q - scale), grad)
-        return grad_sums, (pullback(grad_features), grad_values)
+        grad_key, *grad_weights = pullback(grad_features)
+        return grad_sums, (grad_key, grad_values, *grad_weights)

@@ -98,7 +98,14 @@ def causal_linear_attention(
 
 
 def kernel_attention(
-    query, key, value, key_mask=None, *, feature_map, projection=None
+    query,
+    key,
+    value,
+    key_mask=None,
+    *,
+    feature_map,
+    projection=None,
+    weights=None,
 ):
     """Bidirectional attention through a feature map, in linear time.
 
@@ -112,6 +119,7 @@ def kernel_attention(
             is_query)` from `(B, H, N, D)` to `(B, H, N, M)` with an attribute
             `log_space`, true if it gives logarithms of positive features.
         projection: Tensor handed to the feature map.
+        weights: Dict of tensors handed to the feature map, if it has any.
 
     Returns:
         Tensor of shape `(B, L, H, E)` and the dtype of `value`, computed in
@@ -124,6 +132,7 @@ def kernel_attention(
     _check_shapes(query, key, value, key_mask)
     query, key, value, mask = _prepare(query, key, value, key_mask)
     projection = _core_cast(projection, query)
+    feature_map = chunks.BoundMap(feature_map, _cast_all(weights, query))
     heads_first = (0, 2, 1, 3)
     query = ops.transpose(query, heads_first)  # [B, H, L, D]
     key = ops.transpose(key, heads_first)  # [B, H, S, D]
@@ -157,6 +166,7 @@ def causal_kernel_attention(
     *,
     feature_map,
     projection=None,
+    weights=None,
     local_window=0,
     chunk_size=None,
     initial_state=None,
@@ -183,6 +193,8 @@ def causal_kernel_attention(
             still takes its position on the grid of the local window.
         feature_map: A `FeatureMap`; see `kernel_attention`.
         projection: Tensor handed to the feature map.
+        weights: Dict of tensors handed to the feature map, if it has any.
+            Their gradients are summed in the scan.
         local_window: W, an integer; 0 for none. Needs log features.
         chunk_size: Tokens for each step of the scan; it changes the speed,
             never the result. `None`: 128, or one block with a local window.
@@ -216,12 +228,14 @@ def causal_kernel_attention(
     key = ops.reshape(key, (batch, length, *key.shape[2:]))
     values = ops.reshape(values, (batch, length, *values.shape[2:]))
     projection = _core_cast(projection, query)
+    weights = _cast_all(weights, query)
     if initial_state is not None:
+        bound = chunks.BoundMap(feature_map, weights)
         empty = causal_scan.empty_state(
-            query, values, feature_map, projection, local_window
+            query, values, bound, projection, local_window
         )
         _check_state(initial_state, empty)
-    arguments = (query, key, values, mask, feature_map, projection)
+    arguments = (query, key, values, mask, feature_map, projection, weights)
     if local_window:
         output, state = causal_scan.local_attention(
             *arguments,
@@ -311,6 +325,7 @@ def attention_scores(
     *,
     feature_map=None,
     projection=None,
+    weights=None,
     causal=False,
     local_window=0,
 ):
@@ -325,6 +340,7 @@ def attention_scores(
             key.
         feature_map: A `FeatureMap`, or `None` for the exact kernel.
         projection: Tensor handed to the feature map.
+        weights: Dict of tensors handed to the feature map, if it has any.
         causal: Whether query i sees keys `j <= i` only; needs `L == S`.
         local_window: W as in `causal_kernel_attention`, with `causal`.
 
@@ -346,6 +362,7 @@ def attention_scores(
     exact = ops.einsum("bhid,bhjd->bhij", query, key)
     if feature_map is None:
         return _masked_softmax(exact, seen)
+    feature_map = chunks.BoundMap(feature_map, _cast_all(weights, query))
     features_q = feature_map(query, projection, is_query=True)
     features_k = feature_map(key, projection, is_query=False)
     if not feature_map.log_space:
@@ -428,6 +445,11 @@ def _core_cast(projection, like):
     if projection is None:
         return None
     return ops.stop_gradient(ops.cast(projection, like.dtype))
+
+
+def _cast_all(weights, like):
+    weights = weights or {}
+    return {name: ops.cast(x, like.dtype) for name, x in weights.items()}
 
 
 def _differ(a, b):
