@@ -102,11 +102,13 @@ def trigonometric_features(x, projection):
 
 
 def softmax_log_features(x, kernel):
-    """Logarithm of learned features: softmax of `W x` and of `-W x`.
+    """Logarithm of learned features: softmax of `s W x` and of `-s W x`.
 
     [Zhang et al., 2024](https://arxiv.org/abs/2402.04347), Section 4.1
-    (Hedgehog). Both are multiplied by `sqrt(M / 4)`, so that the product of
-    two equals `exp(x.y) = 1` at the origin.
+    (Hedgehog). With `s = sqrt(d)` and both multiplied by `sqrt(M / 4)`, the
+    product of two is `1 + x.y`, as `exp(x.y)` to first order, where W is the
+    identity or its columns are unit vectors of all directions. (Without s it
+    would be `1 + x.y / d`, too flat a kernel to learn a recall from.)
 
     Args:
         x: Tensor of shape `(..., d)`.
@@ -115,7 +117,7 @@ def softmax_log_features(x, kernel):
     Returns:
         Tensor of shape `(..., M)`.
     """
-    product = ops.matmul(x, kernel)
+    product = ops.matmul(x * x.shape[-1] ** 0.5, kernel)  # [..., M / 2]
     both = [ops.log_softmax(product), ops.log_softmax(-product)]
     constant = 0.5 * math.log(kernel.shape[-1] / 2)
     return ops.concatenate(both, axis=-1) + constant  # [..., M]
