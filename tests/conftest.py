@@ -70,7 +70,12 @@ def fresh_state():
     keras.config.set_dtype_policy("float32")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def two_replicas():
-    """A MirroredStrategy over two logical CPUs."""
+    """A MirroredStrategy over two logical CPUs.
+
+    One for the whole process: strategies count their collective operations
+    from the same number, and TensorFlow refuses two of one number and
+    different shapes.
+    """
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

@@ -174,6 +174,15 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
             "redraw_interval", redraw_interval, optional=True
         )
         feature_map = feature_maps.get(feature_map)
+        if redraw_interval and not feature_map.projection_shape(
+            num_features, key_dim
+        ):
+            raise arguments.invalid(
+                "redraw_interval",
+                "None for a feature map that draws no projection, as "
+                + type(feature_map).__name__,
+                redraw_interval,
+            )
         _check_window(local_window, feature_map, causal)
         if rotary and key_dim % 2:
             raise arguments.invalid(
@@ -209,7 +218,7 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
         self.bias_constraint = constraints.get(bias_constraint)
         self.projection = None
         self._feature_weights = {}
-        self._statistics = {}
+        self._observed = self._statistics = None
         self._calibrating = False
 
     @property
@@ -327,13 +336,14 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
         }
         width = self.feature_map.statistics_width(self.key_dim)
         if width:
-            shape = (self.num_heads, width)
-            self._statistics = {
-                "query": self._add_core_weight("query_statistics", shape),
-                "key": self._add_core_weight("key_statistics", shape),
-                "count": self._add_core_weight("statistics_count", ()),
-            }
-        if self.redraw_interval is not None and self.projection is not None:
+            # Sums over the tokens of queries and of keys, and their number:
+            # of the last step, which replicas add up, and of all, fading.
+            shape = (2, self.num_heads, width + 1)
+            self._observed = self._add_core_weight(
+                "observed", shape, aggregation="sum"
+            )
+            self._statistics = self._add_core_weight("statistics", shape)
+        if self.redraw_interval is not None:
             seed = arguments.first_seed(self._projection_seed)
             self._redraw_state = self.add_weight(
                 name="redraw_state",
@@ -348,9 +358,13 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
             )
 
     def _add_core_weight(
-        self, name, shape, initializer="zeros", trainable=False
+        self,
+        name,
+        shape,
+        initializer="zeros",
+        trainable=False,
+        aggregation="only_first_replica",
     ):
-        kwargs = {} if trainable else {"aggregation": "only_first_replica"}
         return self.add_weight(
             name=name,
             shape=shape,
@@ -358,7 +372,7 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
             dtype="float32",
             trainable=trainable,
             autocast=False,
-            **kwargs,
+            aggregation=None if trainable else aggregation,
         )
 
     def redraw_projection(self, seed=None):
@@ -394,9 +408,9 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
         )
 
     def _begin_step(self):
-        if self._statistics:
-            self._adapt()
-        if self.redraw_interval is not None and self.projection is not None:
+        if self._statistics is not None:
+            self._adapt(STATISTICS_MOMENTUM)
+        if self.redraw_interval is not None:
             redraw_if_due(
                 self._redraw_state,
                 self.projection,
@@ -404,54 +418,46 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
                 self._draw,
             )
 
-    def _adapt(self):
-        """Sets the feature map's weights as the statistics say."""
-        count, query, key = (
-            ops.convert_to_tensor(self._statistics[name])
-            for name in ("count", "query", "key")
-        )
+    def _adapt(self, momentum):
+        """Sets the feature map's weights as the tokens seen so far say."""
+        sums = momentum * ops.convert_to_tensor(self._statistics)
+        sums = sums + ops.convert_to_tensor(self._observed)
+        self._statistics.assign(sums)
+        # Or steps that see nothing, as of a frozen layer, would repeat it.
+        self._observed.assign(ops.zeros_like(sums))
+        counts = sums[..., -1:]  # [2, H, 1]
+        some = ops.all(counts > 0)
+        means = sums[..., :-1] / ops.where(counts > 0, counts, 1.0)
         old = {
             name: ops.convert_to_tensor(weight)
             for name, weight in self._feature_weights.items()
         }
-        new = self.feature_map.adapt(query, key, old)
+        new = self.feature_map.adapt(means[0], means[1], old)
         for name, value in new.items():
-            value = ops.where(count > 0, value, old[name])
+            value = ops.where(some, value, old[name])
             self._feature_weights[name].assign(value)
 
     def _observe(self, query, key, query_mask, key_mask):
-        """Takes the valid tokens of this call into the statistics."""
-        count = ops.convert_to_tensor(self._statistics["count"])
-        share = 1.0 / (count + 1.0)
-        if not self._calibrating:
-            share = ops.maximum(share, 1.0 - STATISTICS_MOMENTUM)
-        for name, x, mask in (
-            ("query", query, query_mask),
-            ("key", key, key_mask),
-        ):
-            mean, some = self._mean_of_valid(self._scaled(x), mask)
-            old = ops.convert_to_tensor(self._statistics[name])
-            new = old + ops.where(some, share, 0.0) * (mean - old)
-            self._statistics[name].assign(new)
-        self._statistics["count"].assign(count + 1.0)
+        """Keeps what this step saw until the next step begins."""
+        self._observed.assign(
+            ops.stack(
+                [
+                    self._sum_of_valid(query, query_mask),
+                    self._sum_of_valid(key, key_mask),
+                ]
+            )
+        )
 
-    def _mean_of_valid(self, x, mask):
-        """Mean `[H, width]` over all replicas; whether there was a token."""
-        x = ops.cast(ops.stop_gradient(x), "float32")
+    def _sum_of_valid(self, x, mask):
+        """Sums over valid tokens, and their number: `[H, width + 1]`."""
+        x = ops.cast(ops.stop_gradient(self._scaled(x)), "float32")
         x = self.feature_map.observe(x)  # [B, L, H, width]
         valid = ops.ones_like(x[..., :1])
         if mask is not None:
             valid = valid * ops.cast(mask, "float32")[:, :, None, None]
             x = ops.where(valid > 0, x, 0.0)
         x = ops.concatenate([x, valid], axis=-1)
-        mean, _ = ops.moments(
-            x,
-            axes=(0, 1),
-            synchronized=keras.backend.backend() == "tensorflow",
-        )
-        share = mean[..., -1:]  # [H, 1], of tokens that are valid
-        some = share > 0
-        return mean[..., :-1] / ops.where(some, share, 1.0), some
+        return ops.sum(x, axis=(0, 1))
 
     def calibrate(self, data):
         """Sets the statistics of an adaptive feature map without training.
@@ -460,8 +466,7 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
 
         Args:
             data: Input of the layer, or an iterable of such inputs (for
-                instance a `tf.data.Dataset`): one pass, batches weighted
-                equally.
+                instance a `tf.data.Dataset`): one pass.
 
         Raises:
             ValueError: If the feature map does not adapt to its inputs.
@@ -507,7 +512,7 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
         value = self.value(value)  # [B, S, H, E]
         if self.rotary:
             query, key = rotary_embedding(query), rotary_embedding(key)
-        if self._statistics and (training or self._calibrating):
+        if self._statistics is not None and (training or self._calibrating):
             valid = key_mask if self_attention else query_mask
             self._observe(query, key, valid, key_mask)
         if return_attention_scores:
@@ -703,8 +708,8 @@ def calibrate(model, data):
 
     Args:
         model: A built model or layer.
-        data: Input of the model, or an iterable of such inputs (for instance
-            a `tf.data.Dataset`): one pass, batches weighted equally.
+        data: Input of the model, or an iterable of such inputs, with or
+            without labels (for instance a `tf.data.Dataset`): one pass.
 
     Raises:
         ValueError: If no layer's feature map adapts to its inputs, or there
@@ -713,7 +718,8 @@ def calibrate(model, data):
     layers = [
         layer
         for layer in model._flatten_layers()
-        if isinstance(layer, PerformerAttention) and layer._statistics
+        if isinstance(layer, PerformerAttention)
+        and layer._statistics is not None
     ]
     if not layers:
         raise ValueError(
@@ -722,7 +728,8 @@ def calibrate(model, data):
         )
     batches = [data] if hasattr(data, "shape") else data
     for layer in layers:
-        layer._statistics["count"].assign(0.0)
+        for weight in (layer._statistics, layer._observed):
+            weight.assign(ops.zeros_like(weight))
         layer._calibrating = True
     count = 0
     try:
@@ -730,6 +737,8 @@ def calibrate(model, data):
             if isinstance(batch, tuple):  # with labels, as for `fit`
                 batch = keras.utils.unpack_x_y_sample_weight(batch)[0]
             model(batch, training=False)
+            for layer in layers:
+                layer._adapt(momentum=1.0)
             count += 1
     finally:
         for layer in layers:
@@ -739,8 +748,6 @@ def calibrate(model, data):
             "Received an invalid value for argument `data`, expected at "
             f"least one batch. Received: data={data!r}"
         )
-    for layer in layers:
-        layer._adapt()
 
 
 def _check_window(local_window, feature_map, causal):

@@ -40,16 +40,22 @@ class TrainingSteps:
 
     def rematerialized_call(self, layer_call, *args, **kwargs):
         """Keras's hook: `call` with its activations computed again."""
+        given = {**dict(enumerate(args)), **kwargs}
+        # TensorFlow recomputes functions of tensors, all positional.
+        names = [name for name in given if ops.is_tensor(given[name])]
 
-        def after_step(*args, **kwargs):
+        def after_step(*tensors):
+            values = {**given, **dict(zip(names, tensors))}
+            positional = [values.pop(index) for index in range(len(args))]
             with self._hold_step():
-                return layer_call(*args, **kwargs)
+                return layer_call(*positional, **values)
 
-        recomputed = super().rematerialized_call(after_step, *args, **kwargs)
+        tensors = [given[name] for name in names]
+        recomputed = super().rematerialized_call(after_step, *tensors)
 
         def call(*args, **kwargs):
             self._step(kwargs.get("training"))
-            return recomputed(*args, **kwargs)
+            return recomputed(*tensors)
 
         return call
 
