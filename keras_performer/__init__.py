@@ -7,6 +7,7 @@ require_backend()
 from keras_performer import feature_maps  # noqa: E402
 from keras_performer import layers  # noqa: E402
 from keras_performer import ops  # noqa: E402
+from keras_performer import callbacks  # noqa: E402
 from keras_performer import saving  # noqa: E402
 from keras_performer.feature_maps import FavorPlus  # noqa: E402
 from keras_performer.feature_maps import FavorPlusPlus  # noqa: E402
@@ -34,6 +35,7 @@ __all__ = [
     "TokenAndPositionEmbedding",
     "TrigonometricFeatures",
     "calibrate",
+    "callbacks",
     "feature_maps",
     "layers",
     "ops",

@@ -220,6 +220,7 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
         self._feature_weights = {}
         self._observed = self._statistics = None
         self._calibrating = False
+        self._probe = None  # a function while `callbacks` looks into calls
 
     @property
     def output_shape(self):
@@ -512,9 +513,11 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
         value = self.value(value)  # [B, S, H, E]
         if self.rotary:
             query, key = rotary_embedding(query), rotary_embedding(key)
+        valid = key_mask if self_attention else query_mask
         if self._statistics is not None and (training or self._calibrating):
-            valid = key_mask if self_attention else query_mask
             self._observe(query, key, valid, key_mask)
+        if self._probe is not None:
+            self._probe((query, key, value, valid, key_mask, causal))
         if return_attention_scores:
             scores = self._scores(query, key, key_mask, causal)
             value = ops.cast(value, scores.dtype)
