@@ -3,11 +3,12 @@ r"""Measures what the far part of causal attention adds to a local window.
 Trains small causal models on tasks that need distance, and on text, with
 several kinds of attention beyond the window:
 
-- `recall`: 16 pairs of a key and a value stand at the start; after a long
-  stretch of noise, keys are asked for their values.
-- `copy`: a passage of 32 different symbols at the start is to be repeated
-  after a long stretch of noise, symbol by symbol. It takes two layers: which
-  symbol was the last, and what followed it before.
+- `recall`: 8 pairs of a key and a value stand at the start; after a long
+  stretch of noise, keys are asked for their values. Chance is 1/16.
+- `copy`: a passage of 16 different symbols (of 32) at the start is to be
+  repeated after a long stretch of noise, symbol by symbol. It takes two
+  layers: which symbol was the last, and what followed it before. Chance is
+  1/32.
 - `text_1024`, `text_4096`: the next byte of PG-19 (needs `--data_dir`), in
   windows of that length.
 
@@ -41,8 +42,8 @@ SETTINGS = (
     "learning_rate"
 ).split()
 
-KEYS, VALUES, PAIRS, QUESTIONS, SPAN = 64, 16, 16, 32, 64
-SYMBOLS, PASSAGE, NOISE = 64, 32, 32
+KEYS, VALUES, PAIRS, QUESTIONS, SPAN = 32, 16, 8, 32, 32
+SYMBOLS, PASSAGE, NOISE = 32, 16, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +64,14 @@ def variants(window, num_features):
         "favor+": "favor+",
         "favor++": "favor++",
         "favor#": "favor#",
-        "favor+ trained weight": feature_maps.FavorPlus(
-            temperature=0.5, far_weight=0.1
+        "favor+ trained": feature_maps.FavorPlus(
+            temperature=1.0, far_weight=1.0
         ),
-        "favor++ trained weight": feature_maps.FavorPlusPlus(
-            temperature=0.5, far_weight=0.1
+        "favor++ trained": feature_maps.FavorPlusPlus(
+            temperature=1.0, far_weight=1.0
         ),
         "hedgehog": feature_maps.LearnedFeatures(),
-        "hedgehog low weight": feature_maps.LearnedFeatures(far_weight=0.1),
+        "hedgehog from 0.1": feature_maps.LearnedFeatures(far_weight=0.1),
     }
     found = {
         name: Variant(value, None if name == "exact" else window, num_features)
@@ -340,13 +341,13 @@ def define_flags(flag_values=flags.FLAGS):
         (flags.DEFINE_integer, "seeds", 1, "Runs of each, with seed 0, 1..."),
         (flags.DEFINE_string, "output_dir", None, "Folder of the results."),
         (flags.DEFINE_string, "data_dir", None, "PG-19, for text."),
-        (flags.DEFINE_integer, "steps", 600, "Training steps."),
-        (flags.DEFINE_integer, "checkpoints", 6, "Validations; divides."),
-        (flags.DEFINE_integer, "distance", 384, "Tokens, recall and copy."),
+        (flags.DEFINE_integer, "steps", 400, "Training steps."),
+        (flags.DEFINE_integer, "checkpoints", 4, "Validations; divides."),
+        (flags.DEFINE_integer, "distance", 256, "Tokens, recall and copy."),
         (flags.DEFINE_integer, "batch_size", 16, "Sequences, same tasks."),
         (flags.DEFINE_integer, "tokens", 4096, "Tokens in a step, text."),
         (flags.DEFINE_integer, "window", 32, "W of the local window."),
-        (flags.DEFINE_integer, "num_features", 64, "M."),
+        (flags.DEFINE_integer, "num_features", 128, "M."),
         (flags.DEFINE_integer, "num_layers", 2, "Blocks."),
         (flags.DEFINE_integer, "num_heads", 2, "Heads."),
         (flags.DEFINE_integer, "width", 64, "Width of the model."),
