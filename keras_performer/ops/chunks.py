@@ -2,7 +2,8 @@
 
 Sizes: `B` batch, `H` heads, `C` tokens of a chunk (with a local window, a
 block of W), `D` key_dim, `M` features, `F` = value_dim + 1, as a column of
-ones rides along with the values and gives the normaliser.
+ones rides along with the values and gives the normaliser. Where a key is
+masked that column is 0, as are the values: it is the mask too.
 
 Two kernels share one contract, used by `causal.py`:
 
@@ -115,6 +116,11 @@ def _rescale(sums, factor):
     return sums * ops.swapaxes(factor, -1, -2)
 
 
+def _mask_of(values):
+    """The keys' mask `[B, C]`: the column of ones, 0 where one is masked."""
+    return values[:, 0, :, -1]
+
+
 def _lower_triangle(size):
     index = ops.arange(size)
     return index[:, None] >= index[None, :]  # [C, C]
@@ -166,9 +172,9 @@ class _Kernel:
 class _Terms(NamedTuple):
     """Factors of a chunk's own part ("near") and of the sums' part ("far").
 
-    Near: weights `unit * near_weight * (near_query @ near_key^T)`. Far: the read-out
-    is `far_query @ sums`; then `sums * decay + far_key^T @ values` is the
-    state after the chunk, in units of `exp(-shift)`.
+    Near: weights `unit * near_weight * (near_query @ near_key^T)`. Far: the
+    read-out is `far_query @ sums`; then `sums * decay + far_key^T @ values`
+    is the state after the chunk, in units of `exp(-shift)`.
     """
 
     near_query: Any  # [B, H, C, M]
@@ -182,8 +188,8 @@ class _Terms(NamedTuple):
 
 
 class FeatureChunks(_Kernel):
-    """Every key is seen through its features; `x = (query, key, values,
-    mask)`, of `[B, H, C, D]` twice, `[B, H, C, F]` and `[B, C]`."""
+    """Every key is seen through its features; `x = (query, key, values)`, of
+    `[B, H, C, D]` twice and `[B, H, C, F]`."""
 
     forward_slots = (0,)
     backward_slots = (1, 2)
@@ -272,9 +278,12 @@ class FeatureChunks(_Kernel):
         return self.unit * (t.near_weight * products)
 
     def forward(self, carry, x):
-        (sums, shift), (query, key, values, mask) = carry, x
+        (sums, shift), (query, key, values) = carry, x
         t = self._terms(
-            self.query_features(query), self.key_features(key), mask, shift
+            self.query_features(query),
+            self.key_features(key),
+            _mask_of(values),
+            shift,
         )
         weights = self._weights(t)
         output, normalizer = normalize(
@@ -285,8 +294,9 @@ class FeatureChunks(_Kernel):
 
     def forward_gradient(self, carry, x, grad, scale):
         """Gradient of the query."""
-        (sums, shift), (query, key, values, mask) = carry, x
+        (sums, shift), (query, key, values) = carry, x
         features, pullback = self.features_vjp(query, is_query=True)
+        mask = _mask_of(values)
         t = self._terms(features, self.key_features(key), mask, shift, scale)
         grad_products = t.near_weight * _outer(grad, values)  # [B, H, C, C]
         grad_features = self._chain(
@@ -300,7 +310,8 @@ class FeatureChunks(_Kernel):
 
     def backward_gradient(self, grad_sums, x, grad, scale, shift):
         """Gradients of the key and of the values."""
-        query, key, values, mask = x
+        query, key, values = x
+        mask = _mask_of(values)
         features, pullback = self.features_vjp(key, is_query=False)
         t = self._terms(
             self.query_features(query), features, mask, shift, scale
@@ -327,27 +338,28 @@ class LocalBlocks(_Kernel):
     """The own and the previous block are seen exactly, earlier ones through
     their log features, under one normaliser.
 
-    `x = (query, key, values, mask, previous key, previous values, previous
-    mask, added mask)`. A step ends by adding the previous block to the sums,
-    those of its keys that the added mask selects.
+    `x = (query, key, values, previous key, previous values)`. A step ends by
+    adding the previous block to the sums: all its keys, or those that a mask
+    `[B, C]` selects that comes last.
     """
 
-    forward_slots = (0, 1, 2, 4, 5)
-    backward_slots = (4, 5)
+    forward_slots = (0, 1, 2, 3, 4)
+    backward_slots = (3, 4)
 
     def _near(self, query, x):
         """Keys `[B, H, 2 W, D]` of two blocks, which of them each row sees,
         and their exact scores `[B, H, W, 2 W]`."""
-        key = ops.concatenate([x[4], x[1]], axis=2)
-        mask = ops.concatenate([x[6], x[3]], axis=1)  # [B, 2 W]
+        key = ops.concatenate([x[3], x[1]], axis=2)
+        mask = ops.concatenate([_mask_of(x[4]), _mask_of(x[2])], axis=1)
         causal = _lower_triangle(ops.shape(query)[2])
         seen = ops.concatenate([ops.ones_like(causal), causal], axis=1)
         seen = ops.logical_and(seen, mask[:, None, None, :] > 0)
         scores = ops.where(seen, _outer(query, key), LOG_ZERO)
         return key, seen, scores
 
-    def _added(self, features, mask, shift):
+    def _added(self, features, x, shift):
         """Stabilised features to add, the sums' decay, and the new shift."""
+        mask = x[5] if len(x) > 5 else _mask_of(x[4])
         log_k = _masked(mask, features, LOG_ZERO)
         new_shift = ops.maximum(shift, largest(log_k, axis=2))
         far_key = ops.exp(log_k - new_shift)
@@ -359,9 +371,9 @@ class LocalBlocks(_Kernel):
         """The carry, with the previous block added."""
         sums, shift = carry
         far_key, decay, new_shift = self._added(
-            self.key_features(x[4]), x[7], shift
+            self.key_features(x[3]), x, shift
         )
-        sums = _rescale(sums, decay) + _transposed_times(far_key, x[5])
+        sums = _rescale(sums, decay) + _transposed_times(far_key, x[4])
         return sums, new_shift
 
     def forward(self, carry, x):
@@ -373,7 +385,7 @@ class LocalBlocks(_Kernel):
             largest(log_q, axis=-1),
         )
         weights = ops.where(seen, ops.exp(scores - scale), 0.0)
-        values = ops.concatenate([x[5], x[2]], axis=2)  # [B, H, 2 W, F]
+        values = ops.concatenate([x[4], x[2]], axis=2)  # [B, H, 2 W, F]
         output, normalizer = normalize(
             _times(weights, values) + _times(ops.exp(log_q - scale), sums),
             self.floor,
@@ -384,7 +396,7 @@ class LocalBlocks(_Kernel):
         """Gradient of the query; those of keys and values seen exactly."""
         (sums, shift), query = carry, x[0]
         key, seen, scores = self._near(query, x)
-        values = ops.concatenate([x[5], x[2]], axis=2)  # [B, H, 2 W, F]
+        values = ops.concatenate([x[4], x[2]], axis=2)  # [B, H, 2 W, F]
         weights = ops.where(seen, ops.exp(scores - scale), 0.0)
         grad_scores = weights * _outer(grad, values)  # [B, H, W, 2 W]
         features, pullback = self.features_vjp(query, is_query=True)
@@ -406,9 +418,9 @@ class LocalBlocks(_Kernel):
 
     def backward_gradient(self, grad_sums, x, grad, scale, shift):
         """Gradients of the previous block's keys and values, as added."""
-        features, pullback = self.features_vjp(x[4], is_query=False)
-        far_key, decay, _ = self._added(features, x[7], shift)
-        grad_features = far_key * _outer(x[5], grad_sums)
+        features, pullback = self.features_vjp(x[3], is_query=False)
+        far_key, decay, _ = self._added(features, x, shift)
+        grad_features = far_key * _outer(x[4], grad_sums)
         grad_values = _times(far_key, grad_sums)
         log_q = self.query_features(x[0]) + shift
         grad_sums = _rescale(grad_sums, decay)

@@ -222,7 +222,7 @@ def causal_kernel_attention(
     dtype = value.dtype
     _check_shapes(query, key, value, key_mask)
     _check_causal(query, key, feature_map, local_window, chunk_size)
-    query, key, values, mask = _prepare(query, key, value, key_mask)
+    query, key, values, _ = _prepare(query, key, value, key_mask)
     # Lengths that were not known before differ here, if they do.
     batch, length = ops.shape(query)[:2]
     key = ops.reshape(key, (batch, length, *key.shape[2:]))
@@ -235,7 +235,7 @@ def causal_kernel_attention(
             query, values, bound, projection, local_window
         )
         _check_state(initial_state, empty)
-    arguments = (query, key, values, mask, feature_map, projection, weights)
+    arguments = (query, key, values, feature_map, projection, weights)
     if local_window:
         output, state = causal_scan.local_attention(
             *arguments,
