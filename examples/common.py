@@ -119,7 +119,7 @@ class _OptionalParser(flags.ArgumentParser):
         return f"{self.parser.flag_type()} or none"
 
 
-def _config_flag(field, annotation, flag_values):
+def _config_flag(field, annotation):
     """Makes the absl flag of one dataclass field, default None."""
     parsers = {
         int: flags.IntegerParser,
@@ -161,7 +161,7 @@ def define_config_flags(presets, default, flag_values=flags.FLAGS):
         )
     ]
     for field in dataclasses.fields(base):
-        found.append(_config_flag(field, annotations[field.name], flag_values))
+        found.append(_config_flag(field, annotations[field.name]))
     for flag in found:
         flags.DEFINE_flag(flag, flag_values)
         # --help lists the flags of the script that runs, not of this module.

@@ -732,7 +732,13 @@ def get(identifier):
     if inspect.isclass(identifier) and issubclass(identifier, FeatureMap):
         return identifier()
     if isinstance(identifier, dict):
-        return deserialize(identifier)
+        try:
+            return deserialize(identifier)
+        except (TypeError, ValueError, KeyError) as error:
+            raise type(error)(
+                "Received an invalid value for argument `feature_map`, "
+                f"expected the config of a FeatureMap: {error}"
+            ) from error
     if isinstance(identifier, str):
         if identifier in _NAMES:
             return _NAMES[identifier]()

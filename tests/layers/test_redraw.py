@@ -63,6 +63,8 @@ class Recorder(keras.callbacks.Callback):
         self.projections = []
 
     def on_train_batch_end(self, batch, logs=None):
+        if not ON_TENSORFLOW:
+            self.model.jax_state_sync()  # within an epoch, JAX keeps its own
         self.projections.append(projection(self.layer))
 
 
