@@ -70,6 +70,10 @@ def variants(window, num_features):
         "favor++ trained": feature_maps.FavorPlusPlus(
             temperature=1.0, far_weight=1.0
         ),
+        "regularized": feature_maps.FavorPlus(regularized=True),
+        "regularized trained": feature_maps.FavorPlus(
+            regularized=True, temperature=1.0, far_weight=1.0
+        ),
         "hedgehog": feature_maps.LearnedFeatures(),
         "hedgehog from 0.1": feature_maps.LearnedFeatures(far_weight=0.1),
     }
