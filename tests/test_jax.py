@@ -15,9 +15,7 @@ ON_JAX = [
     "test_the_chunk_size_never_changes_the_result[7]",
     "tests/ops/test_weighted_maps.py::"
     "test_every_gradient_is_the_oracles[hedgehog-True-5-graph]",
-    # Both layers: built, saved, fitted; the redraw.
-    "tests/layers/test_layer_contract.py::"
-    "test_attention_climbs_the_ladder[small-window]",
+    # Layers: built, saved, fitted; the redraw.
     "tests/layers/test_layer_contract.py::"
     "test_block_climbs_the_ladder[defaults]",
     "tests/layers/test_redraw.py::"
