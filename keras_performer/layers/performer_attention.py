@@ -1,6 +1,5 @@
 """Multi-head attention in time and memory linear in the length."""
 
-import random
 import string
 
 import keras
@@ -13,6 +12,7 @@ from keras_performer import arguments
 from keras_performer import feature_maps
 from keras_performer import ops as attention_ops
 from keras_performer.layers.embeddings import rotary_embedding
+from keras_performer.layers.feature_state import FeatureState
 from keras_performer.layers.masks import boolean_mask
 from keras_performer.layers.masks import check_factored_mask
 from keras_performer.layers.masks import check_key_mask
@@ -20,19 +20,13 @@ from keras_performer.layers.masks import check_mask_argument
 from keras_performer.layers.masks import combined_key_mask
 from keras_performer.layers.masks import differ
 from keras_performer.layers.masks import mask_shape
-from keras_performer.layers.steps import TrainingSteps
-from keras_performer.layers.steps import redraw_if_due
-from keras_performer.ops.projections import StepSeed
 
 # W of causal softmax maps where nobody chose another.
 DEFAULT_LOCAL_WINDOW = 128
-# Share that running statistics of the inputs keep at each training step, once
-# there have been as many steps as make a mean of them.
-STATISTICS_MOMENTUM = 0.99
 
 
 @keras.saving.register_keras_serializable(package="keras_performer")
-class PerformerAttention(TrainingSteps, keras.layers.Layer):
+class PerformerAttention(FeatureState, keras.layers.Layer):
     """Multi-head attention through a feature map, linear in the length.
 
     A drop-in for `keras.layers.MultiHeadAttention` on long sequences: the
@@ -204,22 +198,13 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
         self.use_bias = use_bias
         self._output_shape = _check_output_shape(output_shape)
         self.seed = arguments.get_seed(seed)
-        # The global generator of Keras cannot serve: its own state may not
-        # exist yet where weights are created. Its seed sets this one.
-        self._projection_seed = self.seed
-        if self.seed is None:
-            self._projection_seed = random.randint(1, 10**9)
-        self._draws_by_hand = 0
         self.kernel_initializer = initializers.get(kernel_initializer)
         self.bias_initializer = initializers.get(bias_initializer)
         self.kernel_regularizer = regularizers.get(kernel_regularizer)
         self.bias_regularizer = regularizers.get(bias_regularizer)
         self.kernel_constraint = constraints.get(kernel_constraint)
         self.bias_constraint = constraints.get(bias_constraint)
-        self.projection = None
-        self._feature_weights = {}
-        self._observed = self._statistics = None
-        self._calibrating = False
+        self._init_feature_state()
         self._probe = None  # a function while `callbacks` looks into calls
 
     @property
@@ -278,8 +263,7 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
         self._dropout_generator = arguments.dropout_generator(
             self.dropout, self.seed
         )
-        self.projection = self._add_projection()
-        self._add_feature_weights()
+        self._add_feature_state()
 
     def _dense(self, index, equation, output_shape, bias_axes, name):
         dense = keras.layers.EinsumDense(
@@ -302,177 +286,6 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
         # It acts on each token alone; Keras would warn that it drops masks.
         dense.supports_masking = True
         return dense
-
-    def _add_projection(self):
-        shape = self.feature_map.projection_shape(
-            self.num_features, self.key_dim
-        )
-        if shape is None:
-            return None
-        # Always float32: rows of a half-precision draw are not orthogonal.
-        # Replicas hold one and the same; a mean over them means nothing.
-        return self.add_weight(
-            name="projection",
-            shape=shape,
-            initializer=lambda shape, dtype: ops.cast(
-                self.feature_map.draw_projection(
-                    self.num_features, self.key_dim, self._projection_seed
-                ),
-                dtype,
-            ),
-            dtype="float32",
-            trainable=False,
-            autocast=False,
-            aggregation="only_first_replica",
-        )
-
-    def _add_feature_weights(self):
-        """The feature map's own weights and statistics, redraw's state."""
-        specs = self.feature_map.weight_specs(
-            self.num_heads, self.num_features, self.key_dim
-        )
-        self._feature_weights = {
-            name: self._add_core_weight(name, *spec)
-            for name, spec in specs.items()
-        }
-        width = self.feature_map.statistics_width(self.key_dim)
-        if width:
-            # Sums over the tokens of queries and of keys, and their number:
-            # of the last step, which replicas add up, and of all, fading.
-            shape = (2, self.num_heads, width + 1)
-            self._observed = self._add_core_weight(
-                "observed", shape, aggregation="sum"
-            )
-            self._statistics = self._add_core_weight("statistics", shape)
-        if self.redraw_interval is not None:
-            seed = arguments.first_seed(self._projection_seed)
-            self._redraw_state = self.add_weight(
-                name="redraw_state",
-                shape=(2,),
-                initializer=lambda shape, dtype: ops.convert_to_tensor(
-                    [seed, 0], dtype=dtype
-                ),
-                dtype="int32",
-                trainable=False,
-                autocast=False,
-                aggregation="only_first_replica",
-            )
-
-    def _add_core_weight(
-        self,
-        name,
-        shape,
-        initializer="zeros",
-        trainable=False,
-        aggregation="only_first_replica",
-    ):
-        return self.add_weight(
-            name=name,
-            shape=shape,
-            initializer=initializer,
-            dtype="float32",
-            trainable=trainable,
-            autocast=False,
-            aggregation=None if trainable else aggregation,
-        )
-
-    def redraw_projection(self, seed=None):
-        """Draws a new projection at once.
-
-        Args:
-            seed: Integer; `None` continues a sequence that follows from the
-                layer's seed, apart from that of `redraw_interval`.
-
-        Raises:
-            ValueError: If the layer has no projection: it is not built, or
-                its feature map draws none.
-        """
-        if self.projection is None:
-            raise ValueError(
-                f"{self.name} has no projection to redraw: "
-                + (
-                    f"{type(self.feature_map).__name__} draws none."
-                    if self.built
-                    else "it is not built yet."
-                )
-            )
-        if seed is None:
-            self._draws_by_hand += 1
-            first = arguments.first_seed(self._projection_seed)
-            # Steps count up from 0; these count down from the largest.
-            seed = StepSeed([first, 2**31 - self._draws_by_hand])
-        self.projection.assign(self._draw(seed))
-
-    def _draw(self, seed):
-        return self.feature_map.draw_projection(
-            self.num_features, self.key_dim, seed
-        )
-
-    def _begin_step(self):
-        if self._statistics is not None:
-            self._adapt(STATISTICS_MOMENTUM)
-        if self.redraw_interval is not None:
-            redraw_if_due(
-                self._redraw_state,
-                self.projection,
-                self.redraw_interval,
-                self._draw,
-            )
-
-    def _adapt(self, momentum):
-        """Sets the feature map's weights as the tokens seen so far say."""
-        sums = momentum * ops.convert_to_tensor(self._statistics)
-        sums = sums + ops.convert_to_tensor(self._observed)
-        self._statistics.assign(sums)
-        # Or steps that see nothing, as of a frozen layer, would repeat it.
-        self._observed.assign(ops.zeros_like(sums))
-        counts = sums[..., -1:]  # [2, H, 1]
-        some = ops.all(counts > 0)
-        means = sums[..., :-1] / ops.where(counts > 0, counts, 1.0)
-        old = {
-            name: ops.convert_to_tensor(weight)
-            for name, weight in self._feature_weights.items()
-        }
-        new = self.feature_map.adapt(means[0], means[1], old)
-        for name, value in new.items():
-            value = ops.where(some, value, old[name])
-            self._feature_weights[name].assign(value)
-
-    def _observe(self, query, key, query_mask, key_mask):
-        """Keeps what this step saw until the next step begins."""
-        self._observed.assign(
-            ops.stack(
-                [
-                    self._sum_of_valid(query, query_mask),
-                    self._sum_of_valid(key, key_mask),
-                ]
-            )
-        )
-
-    def _sum_of_valid(self, x, mask):
-        """Sums over valid tokens, and their number: `[H, width + 1]`."""
-        x = ops.cast(ops.stop_gradient(self._scaled(x)), "float32")
-        x = self.feature_map.observe(x)  # [B, L, H, width]
-        valid = ops.ones_like(x[..., :1])
-        if mask is not None:
-            valid = valid * ops.cast(mask, "float32")[:, :, None, None]
-            x = ops.where(valid > 0, x, 0.0)
-        x = ops.concatenate([x, valid], axis=-1)
-        return ops.sum(x, axis=(0, 1))
-
-    def calibrate(self, data):
-        """Sets the statistics of an adaptive feature map without training.
-
-        For the layers of a whole model, use `keras_performer.calibrate`.
-
-        Args:
-            data: Input of the layer, or an iterable of such inputs (for
-                instance a `tf.data.Dataset`): one pass.
-
-        Raises:
-            ValueError: If the feature map does not adapt to its inputs.
-        """
-        calibrate(self, data)
 
     def call(
         self,
@@ -514,8 +327,10 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
         if self.rotary:
             query, key = rotary_embedding(query), rotary_embedding(key)
         valid = key_mask if self_attention else query_mask
-        if self._statistics is not None and (training or self._calibrating):
-            self._observe(query, key, valid, key_mask)
+        if self._observes(training):
+            self._observe(
+                self._scaled(query), self._scaled(key), valid, key_mask
+            )
         if self._probe is not None:
             self._probe((query, key, value, valid, key_mask, causal))
         if return_attention_scores:
@@ -700,57 +515,6 @@ class PerformerAttention(TrainingSteps, keras.layers.Layer):
             "seed": arguments.serialize_seed(self.seed),
             **arguments.serialize_weight_options(self),
         }
-
-
-def calibrate(model, data):
-    """Sets the statistics of adaptive feature maps without training.
-
-    Every `PerformerAttention` of the model whose map adapts to its inputs
-    ("favor++", "favor#") forgets what it knew and takes the mean over one
-    pass, in inference mode.
-
-    Args:
-        model: A built model or layer.
-        data: Input of the model, or an iterable of such inputs, with or
-            without labels (for instance a `tf.data.Dataset`): one pass.
-
-    Raises:
-        ValueError: If no layer's feature map adapts to its inputs, or there
-            is no data.
-    """
-    layers = [
-        layer
-        for layer in model._flatten_layers()
-        if isinstance(layer, PerformerAttention)
-        and layer._statistics is not None
-    ]
-    if not layers:
-        raise ValueError(
-            f"{model.name} has no built layer with a feature map that adapts "
-            'to its inputs, as "favor++" and "favor#" do.'
-        )
-    batches = [data] if hasattr(data, "shape") else data
-    for layer in layers:
-        for weight in (layer._statistics, layer._observed):
-            weight.assign(ops.zeros_like(weight))
-        layer._calibrating = True
-    count = 0
-    try:
-        for batch in batches:
-            if isinstance(batch, tuple):  # with labels, as for `fit`
-                batch = keras.utils.unpack_x_y_sample_weight(batch)[0]
-            model(batch, training=False)
-            for layer in layers:
-                layer._adapt(momentum=1.0)
-            count += 1
-    finally:
-        for layer in layers:
-            layer._calibrating = False
-    if not count:
-        raise ValueError(
-            "Received an invalid value for argument `data`, expected at "
-            f"least one batch. Received: data={data!r}"
-        )
 
 
 def _check_window(local_window, feature_map, causal):

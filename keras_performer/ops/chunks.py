@@ -40,8 +40,8 @@ from keras_performer.ops.scan import vjp
 LOG_ZERO = -1e30
 
 # Below its floor a normaliser stands for "no key": output and gradient are 0.
-# In log space a row's largest weight is near 1, or at worst 1e-26 (`_log_terms`
-# says where). Plain features may change sign and cancel; there the floor keeps
+# In log space a row's largest weight is near 1, or 1e-26 at worst: see
+# `_log_terms`. Plain features may change sign and cancel; there the floor keeps
 # the quotient and its gradient (floor ** -2) finite in float32.
 LOG_FLOOR = 1e-30
 PLAIN_FLOOR = 1e-12

@@ -200,7 +200,9 @@ def test_scaling_to_the_data_lowers_the_variance():
             )
             variances.append(variance)
         spread[type(feature_map)] = np.array(variances)
-    ratio = spread[feature_maps.FavorSharp] / spread[feature_maps.FavorPlusPlus]
+    ratio = (
+        spread[feature_maps.FavorSharp] / spread[feature_maps.FavorPlusPlus]
+    )
     # The ratio upside down makes it larger by as much: each is a factor of
     # several here, far beyond the 10 % error of a variance.
     assert np.median(ratio) < 0.5

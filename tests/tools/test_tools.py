@@ -127,7 +127,8 @@ def test_errors_fall_with_the_number_of_features(tmp_path, capsys):
         for row in rows
     }
     for name in ("positive", "favor++"):
-        (few, few_error), (many, many_error) = error[name, 16], error[name, 128]
+        few, few_error = error[name, 16]
+        many, many_error = error[name, 128]
         assert few - many > 3 * np.hypot(few_error, many_error)
     assert error["favor++", 128][0] < error["positive", 128][0]
     assert (tmp_path / "approximation_error.png").stat().st_size > 5000
