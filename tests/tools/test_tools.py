@@ -3,10 +3,12 @@
 import csv
 import json
 
+import keras
 import numpy as np
 import pytest
 from absl import flags
 
+import keras_performer
 from examples import common
 from tools import approximation_error
 from tools import far_field
@@ -134,6 +136,32 @@ def test_errors_fall_with_the_number_of_features(tmp_path, capsys):
     assert (tmp_path / "approximation_error.png").stat().st_size > 5000
     assert "| positive iid |" in (tmp_path / "table.md").read_text()
     assert "M=128" in capsys.readouterr().out
+
+
+def test_errors_on_the_activations_of_a_model(tmp_path):
+    ids = keras.Input((None,), dtype="int32")
+    x = keras_performer.TokenAndPositionEmbedding(257, 64, 8)(ids)
+    x = keras_performer.PerformerBlock(2, 8, feature_map="exact")(x)
+    keras.Model(ids, x).save(tmp_path / "model.keras")
+    (tmp_path / "text.txt").write_bytes(bytes(range(60)))
+    arguments = [
+        f"--output_dir={tmp_path}",
+        f"--model={tmp_path / 'model.keras'}",
+        f"--text={tmp_path / 'text.txt'}",
+        "--num_features=16,4096",
+        "--draws=4",
+        "--estimators=favor++ iid",
+    ]
+    options = options_of(approximation_error, *arguments, "--length=50")
+    approximation_error.main(options)
+    with open(tmp_path / "errors.csv", newline="") as file:
+        few, many = (float(row["mean"]) for row in csv.DictReader(file))
+    # 256 times as many features: the variance falls by as much, less the
+    # bias of few.
+    assert 0 < many < 0.1 * few
+    options = options_of(approximation_error, *arguments, "--length=64")
+    with pytest.raises(common.UserError, match="60 bytes"):
+        approximation_error.main(options)
 
 
 @pytest.mark.parametrize(
