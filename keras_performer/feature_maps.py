@@ -25,6 +25,11 @@ from keras_performer.ops.projections import simplex_gaussian
 
 PACKAGE = "keras_performer"
 
+# Trained logarithms are kept a tenth as large. Optimizers of the Adam family
+# move each weight by about the learning rate; so a head opens or closes its
+# far part in a few hundred steps, not in thousands.
+LOG_SCALE = 10.0
+
 
 class WeightSpec(NamedTuple):
     """A weight that a layer keeps for its feature map, in float32.
@@ -310,17 +315,16 @@ class FavorPlus(_Projected):
         for name in ("temperature", "far_weight"):
             first = getattr(self, name)
             if first is not None:
-                constant = keras.initializers.Constant(math.log(first))
-                specs[f"log_{name}"] = WeightSpec((num_heads,), constant, True)
+                specs[f"log_{name}"] = _log_weight_spec(num_heads, first)
         return specs
 
     def __call__(self, x, projection=None, is_query=True, weights=None):
         weights = weights or {}
         if "log_temperature" in weights:
-            x = x * ops.exp(_for_each_head(weights["log_temperature"]))
+            x = x * ops.exp(_log_of_each_head(weights["log_temperature"]))
         features = self._log_features(x, projection, is_query, weights)
         if is_query and "log_far_weight" in weights:
-            features = features + _for_each_head(weights["log_far_weight"])
+            features += _log_of_each_head(weights["log_far_weight"])
         return features
 
     def _log_features(self, x, projection, is_query, weights):
@@ -332,6 +336,16 @@ class FavorPlus(_Projected):
             "temperature": self.temperature,
             "far_weight": self.far_weight,
         }
+
+
+def _log_weight_spec(num_heads, first):
+    """A trained logarithm for each head, first that of a number."""
+    constant = keras.initializers.Constant(math.log(first) / LOG_SCALE)
+    return WeightSpec((num_heads,), constant, trainable=True)
+
+
+def _log_of_each_head(weight):
+    return LOG_SCALE * _for_each_head(weight)
 
 
 def _for_each_head(x):
@@ -390,7 +404,8 @@ class FavorPlusPlus(FavorPlus):
         squares = self._squares(square_x, square_y)
         phi = ops.sum(squares + 2.0 * mean_x * mean_y, axis=-1)  # [H]
         if "log_temperature" in weights:
-            phi = phi * ops.exp(2.0 * weights["log_temperature"])
+            log = LOG_SCALE * weights["log_temperature"]
+            phi = phi * ops.exp(2.0 * log)
         return {"a": optimal_a(phi, mean_x.shape[-1])}
 
     def _squares(self, square_x, square_y):
@@ -537,18 +552,17 @@ class LearnedFeatures(FeatureMap):
     def weight_specs(self, num_heads, num_features, dim):
         _check_even(num_features, self)
         columns = num_features // 2
-        log_weight = keras.initializers.Constant(math.log(self.far_weight))
         return {
             "kernel": WeightSpec(
                 (num_heads, dim, columns), _identity_start, True
             ),
-            "log_far_weight": WeightSpec((num_heads,), log_weight, True),
+            "log_far_weight": _log_weight_spec(num_heads, self.far_weight),
         }
 
     def __call__(self, x, projection=None, is_query=True, weights=None):
         features = softmax_log_features(x, weights["kernel"])
         if is_query:
-            features = features + _for_each_head(weights["log_far_weight"])
+            features += _log_of_each_head(weights["log_far_weight"])
         return features
 
     def get_config(self):

@@ -64,16 +64,17 @@ def variants(window, num_features):
         "favor+": "favor+",
         "favor++": "favor++",
         "favor#": "favor#",
-        "favor+ trained": feature_maps.FavorPlus(
+        "favor+ trained weight from 1": feature_maps.FavorPlus(far_weight=1.0),
+        "favor+ trained weight from 0.1": feature_maps.FavorPlus(
+            far_weight=0.1
+        ),
+        "favor+ trained weight, temperature": feature_maps.FavorPlus(
             temperature=1.0, far_weight=1.0
         ),
-        "favor++ trained": feature_maps.FavorPlusPlus(
+        "favor++ trained weight, temperature": feature_maps.FavorPlusPlus(
             temperature=1.0, far_weight=1.0
         ),
         "regularized": feature_maps.FavorPlus(regularized=True),
-        "regularized trained": feature_maps.FavorPlus(
-            regularized=True, temperature=1.0, far_weight=1.0
-        ),
         "hedgehog": feature_maps.LearnedFeatures(),
         "hedgehog from 0.1": feature_maps.LearnedFeatures(far_weight=0.1),
     }
