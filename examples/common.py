@@ -20,6 +20,7 @@ from absl import flags
 from absl import logging as absl_logging
 
 from keras_performer import FeatureMap
+from keras_performer import feature_maps
 
 # The weights that AdamW must not pull towards zero: Keras matches these words
 # in the names of the variables.
@@ -98,9 +99,19 @@ class WindowOnly(FeatureMap):
         return keras.ops.full_like(x[..., :1], -1e30)
 
 
-def get_feature_map(name):
-    """What `--feature_map` names: a name of the package, or "window"."""
-    return WindowOnly() if name == "window" else name
+def get_feature_map(name, far_weight=None):
+    """What `--feature_map` names: a name of the package, or "window".
+
+    Args:
+        name: str.
+        far_weight: float, or None: see `keras_performer.FavorPlus`.
+    """
+    if name == "window":
+        return WindowOnly()
+    if far_weight is None:
+        return name
+    feature_map = type(feature_maps.get(name))
+    return feature_map(far_weight=far_weight)
 
 
 class _OptionalParser(flags.ArgumentParser):
