@@ -26,12 +26,11 @@ class ApproximationMonitor(keras.callbacks.Callback):
       row; large where attention is flat, small where it is sharp.
     - `relative_error`: of the attention's output against exact softmax
       attention of the same queries, keys and values, in the Frobenius norm.
-      Only for maps that estimate the softmax kernel.
+      Only for maps that stand for the softmax kernel, "hedgehog" included.
     - `at_floor`: share of rows with a key whose sum of weights is below its
       floor, so that their output is 0. It should be 0.
 
-    They are added to the epoch's logs too, and so to the history and to what
-    `CSVLogger` writes.
+    They are added to the epoch's logs too, and so to the history.
 
     Args:
         probe: Input of the model: a few sequences, the same at each epoch.

@@ -116,13 +116,14 @@ class FeatureMap:
         """
         return None
 
-    def weight_specs(self, num_heads, num_features, dim):
+    def weight_specs(self, num_heads, num_features, dim, seed=None):
         """Weights that `__call__` is handed.
 
         Args:
             num_heads: Number of heads, H.
             num_features: Features for each head, M.
             dim: Width of queries and keys, `key_dim`.
+            seed: Integer for what is drawn, or `None`.
 
         Returns:
             Dict of names to `WeightSpec`.
@@ -310,7 +311,7 @@ class FavorPlus(_Projected):
         mirrored = -projection[: num_features // 2]
         return ops.concatenate([projection, mirrored], axis=0)
 
-    def weight_specs(self, num_heads, num_features, dim):
+    def weight_specs(self, num_heads, num_features, dim, seed=None):
         specs = {}
         for name in ("temperature", "far_weight"):
             first = getattr(self, name)
@@ -366,7 +367,11 @@ class FavorPlusPlus(FavorPlus):
     summed over all replicas. A step uses what the steps *before* it gave, so
     that the future of a sequence does not change its past; inference uses
     what is stored. A starts at 0, which is FAVOR+. `layer.calibrate(data)`
-    sets it without training.
+    sets it without training. In a layer that is called several times in one
+    step the last call counts, and a frozen layer keeps what it has.
+
+    With `regularized=True` the estimate is biased, and for an A other than 0
+    no bound either.
 
     Args:
         antithetic: As for `FavorPlus`, as are the others.
@@ -386,9 +391,9 @@ class FavorPlusPlus(FavorPlus):
       Section 3.2
     """
 
-    def weight_specs(self, num_heads, num_features, dim):
+    def weight_specs(self, num_heads, num_features, dim, seed=None):
         return {
-            **super().weight_specs(num_heads, num_features, dim),
+            **super().weight_specs(num_heads, num_features, dim, seed),
             "a": WeightSpec((num_heads,)),
         }
 
@@ -444,9 +449,9 @@ class FavorSharp(FavorPlusPlus):
     - [Likhosherstov et al., 2023](https://arxiv.org/abs/2302.00787)
     """
 
-    def weight_specs(self, num_heads, num_features, dim):
+    def weight_specs(self, num_heads, num_features, dim, seed=None):
         return {
-            **super().weight_specs(num_heads, num_features, dim),
+            **super().weight_specs(num_heads, num_features, dim, seed),
             "log_psi": WeightSpec((num_heads, dim)),
         }
 
@@ -549,12 +554,14 @@ class LearnedFeatures(FeatureMap):
         arguments.check_positive("far_weight", far_weight)
         self.far_weight = far_weight
 
-    def weight_specs(self, num_heads, num_features, dim):
+    def weight_specs(self, num_heads, num_features, dim, seed=None):
         _check_even(num_features, self)
         columns = num_features // 2
         return {
             "kernel": WeightSpec(
-                (num_heads, dim, columns), _identity_start, True
+                (num_heads, dim, columns),
+                lambda shape, dtype=None: _identity_start(shape, dtype, seed),
+                True,
             ),
             "log_far_weight": _log_weight_spec(num_heads, self.far_weight),
         }
@@ -569,7 +576,7 @@ class LearnedFeatures(FeatureMap):
         return {"far_weight": self.far_weight}
 
 
-def _identity_start(shape, dtype=None):
+def _identity_start(shape, dtype, seed):
     """`[H, d, m]`: the identity, then unit vectors of random directions."""
     heads, dim, columns = shape
     kernel = ops.eye(dim, min(dim, columns), dtype=dtype)
@@ -577,7 +584,8 @@ def _identity_start(shape, dtype=None):
     more = columns - dim
     if more <= 0:
         return kernel
-    rows = ops.reshape(iid_gaussian(heads * more, dim), (heads, more, dim))
+    rows = iid_gaussian(heads * more, dim, seed)
+    rows = ops.reshape(rows, (heads, more, dim))
     norms = ops.sqrt(ops.sum(ops.square(rows), axis=-1, keepdims=True))
     rest = ops.swapaxes(rows / norms, -1, -2)
     return ops.concatenate([kernel, ops.cast(rest, kernel.dtype)], axis=-1)

@@ -38,8 +38,8 @@ TASKS = ("recall", "copy", "text_1024", "text_4096")
 
 VALIDATION_SEQUENCES, VALIDATION_TOKENS = 128, 65536
 SETTINGS = (
-    "steps checkpoints window num_features num_layers num_heads width "
-    "learning_rate"
+    "steps checkpoints batch_size window num_features num_layers num_heads "
+    "width learning_rate"
 ).split()
 
 KEYS, VALUES, PAIRS, QUESTIONS, SPAN = 32, 16, 8, 32, 32
@@ -388,6 +388,12 @@ def main(options=flags.FLAGS):
         for task in options.tasks
         for name in names
     ]
+    same = {key: options[key].value for key in SETTINGS}
+
+    def comparable():
+        """Finished runs of these settings; others are kept, not shown."""
+        return [r for r in read_results(path) if same.items() <= r.items()]
+
     for number, (seed, task, name) in enumerate(grid, start=1):
         text = task.startswith("text")
         size = options.tokens if text else options.distance
@@ -396,7 +402,7 @@ def main(options=flags.FLAGS):
             "variant": name,
             "seed": seed,
             "tokens" if text else "distance": size,
-            **{key: options[key].value for key in SETTINGS},
+            **same,
         }
         done = read_results(path)
         if any(settings.items() <= run.items() for run in done):
@@ -411,13 +417,13 @@ def main(options=flags.FLAGS):
         settings["curve"] = curve
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(settings) + "\n")
-        done = read_results(path)
+        done = comparable()
         with open(
             os.path.join(options.output_dir, "table.md"), "w", encoding="utf-8"
         ) as file:
             file.write(table(done))
         draw(done, os.path.join(options.output_dir, "far_field.png"))
-    print(table(read_results(path)))
+    print(table(comparable()))
 
 
 if __name__ == "__main__":

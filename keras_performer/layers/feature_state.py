@@ -59,8 +59,9 @@ class FeatureState(TrainingSteps):
 
     def _add_feature_weights(self):
         """The feature map's own weights and statistics, redraw's state."""
+        first_seed = arguments.first_seed(self._projection_seed)
         specs = self.feature_map.weight_specs(
-            self.num_heads, self.num_features, self.key_dim
+            self.num_heads, self.num_features, self.key_dim, first_seed
         )
         self._feature_weights = {
             name: self._add_core_weight(name, *spec)
@@ -76,12 +77,11 @@ class FeatureState(TrainingSteps):
             )
             self._statistics = self._add_core_weight("statistics", shape)
         if self.redraw_interval is not None:
-            seed = arguments.first_seed(self._projection_seed)
             self._redraw_state = self.add_weight(
                 name="redraw_state",
                 shape=(2,),
                 initializer=lambda shape, dtype: ops.convert_to_tensor(
-                    [seed, 0], dtype=dtype
+                    [first_seed, 0], dtype=dtype
                 ),
                 dtype="int32",
                 trainable=False,
@@ -112,7 +112,8 @@ class FeatureState(TrainingSteps):
 
         Args:
             seed: Integer; `None` continues a sequence that follows from the
-                layer's seed, apart from that of `redraw_interval`.
+                layer's seed, apart from that of `redraw_interval`. A layer
+                that is loaded from a file begins it anew.
 
         Raises:
             ValueError: If the layer has no projection: it is not built, or
@@ -139,7 +140,12 @@ class FeatureState(TrainingSteps):
             self.num_features, self.key_dim, seed
         )
 
+    def _recomputes_on_jax(self):
+        return self._statistics is None
+
     def _begin_step(self):
+        if not self.trainable:
+            return  # frozen, as statistics of other layers are
         if self._statistics is not None:
             self._adapt(STATISTICS_MOMENTUM)
         if self.redraw_interval is not None:
@@ -155,7 +161,7 @@ class FeatureState(TrainingSteps):
         sums = momentum * ops.convert_to_tensor(self._statistics)
         sums = sums + ops.convert_to_tensor(self._observed)
         self._statistics.assign(sums)
-        # Or steps that see nothing, as of a frozen layer, would repeat it.
+        # Or a step that does not come here would count twice.
         self._observed.assign(ops.zeros_like(sums))
         counts = sums[..., -1:]  # [2, H, 1]
         some = ops.all(counts > 0)
@@ -171,10 +177,15 @@ class FeatureState(TrainingSteps):
 
     def _observes(self, training):
         """Whether a call takes its tokens into the statistics."""
-        return self._statistics is not None and (training or self._calibrating)
+        if self._statistics is None:
+            return False
+        return self._calibrating or (training and self.trainable)
 
     def _observe(self, query, key, query_mask, key_mask):
-        """Keeps what this step saw until the next step begins."""
+        """Keeps what this step saw until the next step begins.
+
+        Of several calls in one step, the last.
+        """
         self._observed.assign(
             ops.stack(
                 [
@@ -219,8 +230,9 @@ def calibrate(model, data):
 
     Args:
         model: A built model or layer.
-        data: Input of the model, or an iterable of such inputs, with or
-            without labels (for instance a `tf.data.Dataset`): one pass.
+        data: A tensor or dict, the input of the model, or an iterable of
+            inputs, with labels beside them or not (for instance a
+            `tf.data.Dataset`, or a list of batches): one pass.
 
     Raises:
         ValueError: If no layer's feature map adapts to its inputs, or there
@@ -236,25 +248,26 @@ def calibrate(model, data):
             f"{model.name} has no built layer with a feature map that adapts "
             'to its inputs, as "favor++" and "favor#" do.'
         )
-    batches = [data] if hasattr(data, "shape") else data
+    single = hasattr(data, "shape") or isinstance(data, dict)
+    batches = iter([data] if single else data)
+    batch = next(batches, None)
+    if batch is None:
+        raise ValueError(
+            "Received an invalid value for argument `data`, expected at "
+            f"least one batch. Received: data={data!r}"
+        )
     for layer in layers:
         for weight in (layer._statistics, layer._observed):
             weight.assign(ops.zeros_like(weight))
         layer._calibrating = True
-    count = 0
     try:
-        for batch in batches:
+        while batch is not None:
             if isinstance(batch, tuple):  # with labels, as for `fit`
                 batch = keras.utils.unpack_x_y_sample_weight(batch)[0]
             model(batch, training=False)
             for layer in layers:
                 layer._adapt(momentum=1.0)
-            count += 1
+            batch = next(batches, None)
     finally:
         for layer in layers:
             layer._calibrating = False
-    if not count:
-        raise ValueError(
-            "Received an invalid value for argument `data`, expected at "
-            f"least one batch. Received: data={data!r}"
-        )

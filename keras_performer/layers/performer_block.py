@@ -257,6 +257,9 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
     def _begin_step(self):
         self.attention._begin_step()
 
+    def _recomputes_on_jax(self):
+        return self.attention._recomputes_on_jax()
+
     def _check_width(self, shape):
         if self.built and (len(shape) != 3 or shape[-1] != self._width):
             raise ValueError(

@@ -302,3 +302,65 @@ def test_a_redraw_needs_something_to_redraw():
         attention(5, feature_map="exact")
     with pytest.raises(ValueError, match="argument `redraw_interval`"):
         block(5, feature_map="hedgehog")
+
+
+def test_a_layer_that_a_model_uses_twice_has_one_step():
+    layer = attention(redraw_interval=2, feature_map="favor++")
+    inputs = keras.Input(X.shape[1:])
+    model = keras.Model(inputs, layer(layer(inputs)))
+    for count in (1, 2, 3):
+        model(X, training=True)
+        assert steps(layer) == count
+    # By itself, each call is a step.
+    layer(X, training=True)
+    assert steps(layer) == 4
+
+
+def test_a_tied_layer_does_not_see_the_future_in_training():
+    layer = attention(None, feature_map="favor++", local_window=0)
+    inputs = keras.Input((None, 12))
+    model = keras.Model(inputs, layer(layer(inputs)))
+    model(X, training=True)
+    weights = model.get_weights()
+    before = to_numpy(model(X, training=True))
+    model.set_weights(weights)
+    changed = X.copy()
+    changed[:, -1] *= 5
+    after = to_numpy(model(changed, training=True))
+    assert_close(after[:, :-1], before[:, :-1], 1e-5)
+
+
+@KINDS
+def test_a_frozen_layer_keeps_its_projection(make):
+    layer = make(redraw_interval=1, feature_map="favor++")
+    layer.build(X.shape)
+    layer(X, training=True)
+    layer.trainable = False
+    before = [to_numpy(weight) for weight in layer.weights]
+    for _ in range(2):
+        layer(X, training=True)
+    for weight, value in zip(layer.weights, before, strict=True):
+        np.testing.assert_array_equal(to_numpy(weight), value)
+
+
+@pytest.mark.tensorflow_only("MirroredStrategy is TensorFlow's")
+def test_recomputation_on_replicas_goes_on_after_a_new_length(two_replicas):
+    with two_replicas.scope():
+        with keras.RematScope(mode="full"):
+            layer = block(redraw_interval=1, feature_map="favor++")
+        inputs = keras.Input((None, 12))
+        model = keras.Model(inputs, layer(inputs))
+        model.compile("sgd", "mse")
+    for count, length in enumerate((7, 5, 7), start=1):
+        model.fit(X[:, :length], X[:, :length], batch_size=8, verbose=0)
+        assert steps(layer) == count
+
+
+def test_jax_cannot_recompute_what_adapts():
+    if ON_TENSORFLOW:
+        pytest.skip("TensorFlow can")
+    with keras.RematScope(mode="full"):
+        layer = block(None, feature_map="favor++")
+    layer.build(X.shape)
+    with pytest.raises(NotImplementedError, match="adapts to its inputs"):
+        layer(X, training=True)

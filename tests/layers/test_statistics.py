@@ -194,3 +194,16 @@ def test_wrong_calibration_is_an_error():
         attention("favor+").calibrate(X)
     with pytest.raises(ValueError, match="argument `data`"):
         attention().calibrate([])
+
+
+def test_learned_features_follow_the_seed():
+    def kernel(seed):
+        layer = PerformerAttention(
+            2, 4, feature_map="hedgehog", num_features=32, seed=seed
+        )
+        layer.build(X.shape)
+        return to_numpy(layer._feature_weights["kernel"])
+
+    np.testing.assert_array_equal(kernel(7), kernel(7))
+    assert_differs(kernel(7), kernel(8))
+    assert_differs(kernel(None), kernel(None))

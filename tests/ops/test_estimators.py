@@ -230,6 +230,24 @@ def test_simplex_rows_meet_at_equal_angles():
         ops.simplex_gaussian(3, 1)
 
 
+@pytest.mark.parametrize("num_features", [7, 16])
+@pytest.mark.parametrize("simplex", [False, True])
+def test_draws_are_rows_and_their_mirror_images(num_features, simplex):
+    # The estimates above put many draws together by hand.
+    for antithetic in (False, True):
+        feature_map = feature_maps.FavorPlus(antithetic, simplex=simplex)
+        rows = -(-num_features // 2) if antithetic else num_features
+        expected = to_numpy(feature_map._draw(rows, 5, 3))
+        if antithetic:
+            mirrored = -expected[: num_features // 2]
+            expected = np.concatenate([expected, mirrored])
+        drawn = to_numpy(feature_map.draw_projection(num_features, 5, 3))
+        np.testing.assert_array_equal(drawn, expected)
+    feature_map = feature_maps.TrigonometricFeatures(simplex=simplex)
+    drawn = to_numpy(feature_map.draw_projection(16, 5, 3))
+    np.testing.assert_array_equal(drawn, to_numpy(feature_map._draw(8, 5, 3)))
+
+
 def test_regularized_rows_bound_the_kernel_from_below():
     x, y = pair(16, 1.0)
     drawn = estimates(
@@ -242,7 +260,7 @@ def test_regularized_rows_bound_the_kernel_from_below():
 def test_learned_features_start_near_the_kernel():
     # At the identity, and for small inputs, exp(x.y) to first order.
     feature_map = feature_maps.LearnedFeatures()
-    spec = feature_map.weight_specs(1, 32, 8)["kernel"]
+    spec = feature_map.weight_specs(1, 32, 8, seed=1)["kernel"]
     kernel = spec.initializer(spec.shape, "float32")
     np.testing.assert_array_equal(kernel[0, :, :8], np.eye(8))
     np.testing.assert_allclose(

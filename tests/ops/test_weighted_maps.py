@@ -50,7 +50,9 @@ class Case:
         if "a" in self.names:
             index = self.names.index("a")
             weights[index] = -np.abs(weights[index]) * 0.2
-        size = DIM**-0.25
+        # Sums of sines and cosines cancel where the kernel is small: inputs
+        # for which they do not, or nothing is left to compare.
+        size = DIM**-0.25 * (0.3 if name == "trig" else 1.0)
         self.arrays = [
             normal(BATCH, LENGTH, HEADS, DIM, size=size),
             normal(BATCH, LENGTH, HEADS, DIM, size=size),
@@ -136,10 +138,8 @@ def test_every_gradient_is_the_oracles(name, causal, window, mode):
         assert np.all(np.isfinite(actual))
         error = np.max(np.abs(actual - expected))
         error /= max(np.max(np.abs(expected)), 0.1)
-        # Rounding of float32, as for maps without weights; the numerator
-        # and the normaliser of trigonometric features cancel, and lose more.
+        # Rounding of float32, as for maps without weights.
         limit = 1e-5 if label == "value" else 1e-4
-        limit *= 100 if name == "trig" else 1
         assert error <= limit, (label, error)
     if window and "log_far_weight" in case.names:
         gradient = oracle[labels.index("log_far_weight")]
