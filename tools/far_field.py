@@ -316,24 +316,23 @@ def draw(results, path):
         layout="constrained",
     )
     colours = plt.get_cmap("tab20").colors
+    lines = {}
     for axis, column in zip(axes[0], columns):
         for run in results:
             if run["column"] != column:
                 continue
             curve = run["curve"]
             steps = np.arange(1, len(curve) + 1) * run["steps"] / len(curve)
-            axis.plot(
-                steps,
-                curve,
-                color=colours[names.index(run["variant"]) % len(colours)],
-                label=run["variant"] if run["seed"] == 0 else None,
-            )
+            colour = colours[names.index(run["variant"]) % len(colours)]
+            (lines[run["variant"]],) = axis.plot(steps, curve, color=colour)
         text = column.startswith("text")
         axis.set_title(column)
         axis.set_xlabel("training steps")
         axis.set_ylabel("bits per byte" if text else "accuracy")
         axis.grid(alpha=0.3)
-    axes[0][-1].legend(fontsize="small")
+    figure.legend(
+        [lines[name] for name in names], names, loc="outside right upper"
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
