@@ -20,6 +20,7 @@ from absl import flags
 from absl import logging as absl_logging
 
 from keras_performer import FeatureMap
+from keras_performer import feature_maps
 
 # The weights that AdamW must not pull towards zero: Keras matches these words
 # in the names of the variables.
@@ -98,9 +99,19 @@ class WindowOnly(FeatureMap):
         return keras.ops.full_like(x[..., :1], -1e30)
 
 
-def get_feature_map(name):
-    """What `--feature_map` names: a name of the package, or "window"."""
-    return WindowOnly() if name == "window" else name
+def get_feature_map(name, far_weight=None):
+    """What `--feature_map` names: a name of the package, or "window".
+
+    Args:
+        name: str.
+        far_weight: float, or None: see `keras_performer.FavorPlus`.
+    """
+    if name == "window":
+        return WindowOnly()
+    if far_weight is None:
+        return name
+    feature_map = type(feature_maps.get(name))
+    return feature_map(far_weight=far_weight)
 
 
 class _OptionalParser(flags.ArgumentParser):
@@ -119,7 +130,7 @@ class _OptionalParser(flags.ArgumentParser):
         return f"{self.parser.flag_type()} or none"
 
 
-def _config_flag(field, annotation, flag_values):
+def _config_flag(field, annotation):
     """Makes the absl flag of one dataclass field, default None."""
     parsers = {
         int: flags.IntegerParser,
@@ -161,7 +172,7 @@ def define_config_flags(presets, default, flag_values=flags.FLAGS):
         )
     ]
     for field in dataclasses.fields(base):
-        found.append(_config_flag(field, annotations[field.name], flag_values))
+        found.append(_config_flag(field, annotations[field.name]))
     for flag in found:
         flags.DEFINE_flag(flag, flag_values)
         # --help lists the flags of the script that runs, not of this module.

@@ -26,6 +26,16 @@ def check_integer(name, value, least=1, optional=False):
         )
 
 
+def check_positive(name, value, optional=False):
+    """Raises unless `value` is a positive, finite number."""
+    if optional and value is None:
+        return
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not good or not 0 < value < float("inf"):
+        expected = "a positive number" + (" or None" if optional else "")
+        raise invalid(name, expected, value)
+
+
 def check_rate(name, value):
     """Raises unless `value` is a number in [0, 1)."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -46,16 +56,6 @@ def check_choice(name, value, choices):
     """Raises unless `value` is one of `choices`."""
     if value not in choices:
         raise invalid(name, f"one of {choices}", value)
-
-
-def check_redraw_interval(redraw_interval):
-    """Raises unless `None`, the only interval that is implemented."""
-    if redraw_interval is not None:
-        raise invalid(
-            "redraw_interval",
-            "None, as this version keeps the first projection",
-            redraw_interval,
-        )
 
 
 def check_state(initial_state, return_state):
@@ -80,6 +80,13 @@ def get_seed(seed):
     raise invalid(
         "seed", "an integer, a keras.random.SeedGenerator or None", seed
     )
+
+
+def first_seed(seed):
+    """The integer behind a seed, of 31 bits."""
+    if isinstance(seed, keras.random.SeedGenerator):
+        seed = seed.get_config()["seed"]
+    return int(seed) % 2**31
 
 
 def dropout_generator(rate, seed, offset=0):

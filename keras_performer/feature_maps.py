@@ -5,6 +5,8 @@ Like initializers, they are small objects with a configuration:
 """
 
 import inspect
+import math
+from typing import Any, NamedTuple
 
 import keras
 from keras import ops
@@ -12,10 +14,36 @@ from keras import ops
 from keras_performer import arguments
 from keras_performer.ops.features import exponential_log_features
 from keras_performer.ops.features import generalized_features
+from keras_performer.ops.features import optimal_a
+from keras_performer.ops.features import optimal_positive_log_features
 from keras_performer.ops.features import positive_log_features
+from keras_performer.ops.features import softmax_log_features
+from keras_performer.ops.features import trigonometric_features
+from keras_performer.ops.projections import iid_gaussian
 from keras_performer.ops.projections import orthogonal_gaussian
+from keras_performer.ops.projections import simplex_gaussian
 
 PACKAGE = "keras_performer"
+
+# Trained logarithms are kept a tenth as large. Optimizers of the Adam family
+# move each weight by about the learning rate; so a head opens or closes its
+# far part in a few hundred steps, not in thousands.
+LOG_SCALE = 10.0
+
+
+class WeightSpec(NamedTuple):
+    """A weight that a layer keeps for its feature map, in float32.
+
+    Attributes:
+        shape: Tuple of integers.
+        initializer: Name, `keras.Initializer`, or function of (shape, dtype).
+        trainable: Whether it is trained. If not, replicas of a distributed
+            run hold the same value.
+    """
+
+    shape: Any
+    initializer: Any = "zeros"
+    trainable: bool = False
 
 
 @keras.saving.register_keras_serializable(package=PACKAGE)
@@ -23,7 +51,9 @@ class FeatureMap:
     """Base class of all feature maps.
 
     A subclass states what kind of features it gives, and how; one with a
-    projection also defines `projection_shape` and `draw_projection`.
+    projection also defines `projection_shape` and `draw_projection`, one with
+    weights `weight_specs`, one that adapts to its inputs `statistics_width`,
+    `observe` and `adapt`.
 
     ```python
     @keras.saving.register_keras_serializable(package="my_package")
@@ -37,12 +67,18 @@ class FeatureMap:
             features. Attention then stabilises them so that no size of
             inputs overflows or underflows.
         estimates_softmax: Whether the product of the features of x and y
-            estimates `exp(x.y)`. Causal layers may then see near tokens
-            exactly (`local_window`).
+            estimates `exp(x.y)`.
+        allows_window: Whether causal layers may see near tokens exactly
+            (`local_window`) beside far ones through these features. True for
+            maps in log space that estimate the softmax kernel.
     """
 
     log_space = False
     estimates_softmax = False
+
+    @property
+    def allows_window(self):
+        return self.log_space and self.estimates_softmax
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -80,7 +116,59 @@ class FeatureMap:
         """
         return None
 
-    def __call__(self, x, projection=None, is_query=True):
+    def weight_specs(self, num_heads, num_features, dim, seed=None):
+        """Weights that `__call__` is handed.
+
+        Args:
+            num_heads: Number of heads, H.
+            num_features: Features for each head, M.
+            dim: Width of queries and keys, `key_dim`.
+            seed: Integer for what is drawn, or `None`.
+
+        Returns:
+            Dict of names to `WeightSpec`.
+        """
+        return {}
+
+    def statistics_width(self, dim):
+        """Number of statistics of each head's inputs that `adapt` needs.
+
+        Args:
+            dim: Width of queries and keys, `key_dim`.
+
+        Returns:
+            Integer; 0 for a map that does not adapt.
+        """
+        return 0
+
+    def observe(self, x):
+        """What each token adds to the statistics.
+
+        Args:
+            x: Tensor `(..., key_dim)`, scaled as for `__call__`.
+
+        Returns:
+            Tensor `(..., statistics_width(key_dim))`. The layer takes means
+            over valid tokens and averages them over training steps.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} does not implement `observe`."
+        )
+
+    def adapt(self, query_statistics, key_statistics, weights):
+        """Weights that follow from the statistics.
+
+        Args:
+            query_statistics: Tensor `(heads, statistics_width(key_dim))`.
+            key_statistics: Tensor of the same shape.
+            weights: Dict of the weights of `weight_specs`.
+
+        Returns:
+            Dict of new values for some of the weights.
+        """
+        return {}
+
+    def __call__(self, x, projection=None, is_query=True, weights=None):
         """Features of queries or keys.
 
         Args:
@@ -89,6 +177,8 @@ class FeatureMap:
                 be mapped by itself.
             projection: What `draw_projection` gave, in the dtype of `x`.
             is_query: Whether `x` holds queries.
+            weights: Dict of the weights of `weight_specs`, in the dtype of
+                `x`. Not handed to a map that has none.
 
         Returns:
             Tensor `(batch, heads, length, features)`.
@@ -106,8 +196,51 @@ class FeatureMap:
         return cls(**config)
 
 
+class _Projected(FeatureMap):
+    """What maps with Gaussian projections share."""
+
+    def __init__(self, antithetic, orthogonal, regularized, simplex):
+        for name, value in (
+            ("antithetic", antithetic),
+            ("orthogonal", orthogonal),
+            ("regularized", regularized),
+            ("simplex", simplex),
+        ):
+            arguments.check_boolean(name, value)
+        if simplex and not orthogonal:
+            raise arguments.invalid(
+                "simplex", "False with orthogonal=False", simplex
+            )
+        self.antithetic = antithetic
+        self.orthogonal = orthogonal
+        self.regularized = regularized
+        self.simplex = simplex
+
+    def _draw(self, rows, dim, seed):
+        if self.simplex:
+            projection = simplex_gaussian(rows, dim, seed)
+        elif self.orthogonal:
+            projection = orthogonal_gaussian(rows, dim, seed)
+        else:
+            projection = iid_gaussian(rows, dim, seed)
+        if self.regularized:
+            norms = ops.sqrt(
+                ops.sum(ops.square(projection), axis=-1, keepdims=True)
+            )
+            projection = projection * (dim**0.5 / norms)
+        return projection
+
+    def get_config(self):
+        return {
+            "antithetic": self.antithetic,
+            "orthogonal": self.orthogonal,
+            "regularized": self.regularized,
+            "simplex": self.simplex,
+        }
+
+
 @keras.saving.register_keras_serializable(package=PACKAGE)
-class FavorPlus(FeatureMap):
+class FavorPlus(_Projected):
     """Positive orthogonal random features of the softmax kernel, FAVOR+.
 
     Feature i of x is `M^(-1/2) exp(w_i.x - |x|^2 / 2)` with Gaussian rows
@@ -124,9 +257,24 @@ class FavorPlus(FeatureMap):
         regularized: Whether all rows have norm `sqrt(key_dim)`: the
             regularised softmax kernel SMREG, which bounds the softmax kernel
             from below (no longer unbiased).
+        simplex: Whether the rows of a block point to the corners of a
+            simplex instead
+            ([Reid et al., 2023](https://arxiv.org/abs/2301.13856)). Without
+            antithetic pairs their variance is smaller still. Needs a
+            `key_dim` of at least 2.
+        temperature: Number t above 0, the first value of a trained
+            temperature for each head: features are those of `t x`, and
+            estimate `exp(t^2 x.y)`. Below 1 the kernel is smoother and its
+            estimate better. `None` or 1 untrained is the softmax kernel.
+        far_weight: Number above 0, the first value of a trained factor for
+            each head on all that is seen through features, against what a
+            local window sees exactly. It cancels where there is no window.
+            `None` is the unbiased estimate of the whole.
 
     Raises:
-        TypeError: If an argument is not a boolean.
+        TypeError: If one of the first four arguments is not a boolean.
+        ValueError: If `simplex` is set without `orthogonal`, or
+            `temperature` or `far_weight` is not a positive number or `None`.
 
     Reference:
 
@@ -137,48 +285,319 @@ class FavorPlus(FeatureMap):
     log_space = True
     estimates_softmax = True
 
-    def __init__(self, antithetic=True, orthogonal=True, regularized=False):
-        for name, value in (
-            ("antithetic", antithetic),
-            ("orthogonal", orthogonal),
-            ("regularized", regularized),
-        ):
-            arguments.check_boolean(name, value)
-        self.antithetic = antithetic
-        self.orthogonal = orthogonal
-        self.regularized = regularized
+    def __init__(
+        self,
+        antithetic=True,
+        orthogonal=True,
+        regularized=False,
+        simplex=False,
+        temperature=None,
+        far_weight=None,
+    ):
+        super().__init__(antithetic, orthogonal, regularized, simplex)
+        arguments.check_positive("temperature", temperature, optional=True)
+        arguments.check_positive("far_weight", far_weight, optional=True)
+        self.temperature = temperature
+        self.far_weight = far_weight
 
     def projection_shape(self, num_features, dim):
         return (num_features, dim)
 
     def draw_projection(self, num_features, dim, seed=None):
         """Draws `(num_features, dim)` rows, one for each feature."""
-        rows = -(-num_features // 2) if self.antithetic else num_features
-        if self.orthogonal:
-            projection = orthogonal_gaussian(rows, dim, seed)
-        else:
-            projection = keras.random.normal(
-                (rows, dim), dtype="float32", seed=seed
-            )
-        if self.regularized:
-            norms = ops.sqrt(
-                ops.sum(ops.square(projection), axis=-1, keepdims=True)
-            )
-            projection = projection * (dim**0.5 / norms)
-        if self.antithetic:
-            mirrored = -projection[: num_features // 2]
-            projection = ops.concatenate([projection, mirrored], axis=0)
-        return projection
+        if not self.antithetic:
+            return self._draw(num_features, dim, seed)
+        projection = self._draw(-(-num_features // 2), dim, seed)
+        mirrored = -projection[: num_features // 2]
+        return ops.concatenate([projection, mirrored], axis=0)
 
-    def __call__(self, x, projection=None, is_query=True):
+    def weight_specs(self, num_heads, num_features, dim, seed=None):
+        specs = {}
+        for name in ("temperature", "far_weight"):
+            first = getattr(self, name)
+            if first is not None:
+                specs[f"log_{name}"] = _log_weight_spec(num_heads, first)
+        return specs
+
+    def __call__(self, x, projection=None, is_query=True, weights=None):
+        weights = weights or {}
+        if "log_temperature" in weights:
+            x = x * ops.exp(_log_of_each_head(weights["log_temperature"]))
+        features = self._log_features(x, projection, is_query, weights)
+        if is_query and "log_far_weight" in weights:
+            features += _log_of_each_head(weights["log_far_weight"])
+        return features
+
+    def _log_features(self, x, projection, is_query, weights):
         return positive_log_features(x, projection, self.antithetic)
 
     def get_config(self):
         return {
-            "antithetic": self.antithetic,
-            "orthogonal": self.orthogonal,
-            "regularized": self.regularized,
+            **super().get_config(),
+            "temperature": self.temperature,
+            "far_weight": self.far_weight,
         }
+
+
+def _log_weight_spec(num_heads, first):
+    """A trained logarithm for each head, first that of a number."""
+    constant = keras.initializers.Constant(math.log(first) / LOG_SCALE)
+    return WeightSpec((num_heads,), constant, trainable=True)
+
+
+def _log_of_each_head(weight):
+    return LOG_SCALE * _for_each_head(weight)
+
+
+def _for_each_head(x):
+    """`[H]` or `[H, D]` for products with `[B, H, N, D]`."""
+    return x[:, None, None] if len(x.shape) == 1 else x[:, None, :]
+
+
+@keras.saving.register_keras_serializable(package=PACKAGE)
+class FavorPlusPlus(FavorPlus):
+    """Optimal positive random features of the softmax kernel, FAVOR++.
+
+    Feature i of x is `M^(-1/2) (1 - 4 A)^(d/4) exp(A |w_i|^2 + sqrt(1 - 4 A)
+    w_i.x - |x|^2 / 2)`. The estimate of `exp(x.y)` is unbiased for every A;
+    each head has the A of least variance for the mean of `|x + y|^2` over
+    its queries and keys.
+
+    That mean is a running average over training steps, of valid tokens only,
+    summed over all replicas. A step uses what the steps *before* it gave, so
+    that the future of a sequence does not change its past; inference uses
+    what is stored. A starts at 0, which is FAVOR+. `layer.calibrate(data)`
+    sets it without training. In a layer that is called several times in one
+    step the last call counts, and a frozen layer keeps what it has.
+
+    With `regularized=True` the estimate is biased, and for an A other than 0
+    no bound either.
+
+    Args:
+        antithetic: As for `FavorPlus`, as are the others.
+        orthogonal: See `FavorPlus`.
+        regularized: See `FavorPlus`.
+        simplex: See `FavorPlus`.
+        temperature: See `FavorPlus`.
+        far_weight: See `FavorPlus`.
+
+    Raises:
+        TypeError: As `FavorPlus`.
+        ValueError: As `FavorPlus`.
+
+    Reference:
+
+    - [Likhosherstov et al., 2022](https://arxiv.org/abs/2205.15317),
+      Section 3.2
+    """
+
+    def weight_specs(self, num_heads, num_features, dim, seed=None):
+        return {
+            **super().weight_specs(num_heads, num_features, dim, seed),
+            "a": WeightSpec((num_heads,)),
+        }
+
+    def statistics_width(self, dim):
+        return 2 * dim
+
+    def observe(self, x):
+        return ops.concatenate([x, ops.square(x)], axis=-1)
+
+    def adapt(self, query_statistics, key_statistics, weights):
+        mean_x, square_x = ops.split(query_statistics, 2, axis=-1)  # [H, D]
+        mean_y, square_y = ops.split(key_statistics, 2, axis=-1)
+        squares = self._squares(square_x, square_y)
+        phi = ops.sum(squares + 2.0 * mean_x * mean_y, axis=-1)  # [H]
+        if "log_temperature" in weights:
+            log = LOG_SCALE * weights["log_temperature"]
+            phi = phi * ops.exp(2.0 * log)
+        return {"a": optimal_a(phi, mean_x.shape[-1])}
+
+    def _squares(self, square_x, square_y):
+        """Mean squares of x and of y as the features see them, added."""
+        return square_x + square_y
+
+    def _log_features(self, x, projection, is_query, weights):
+        a = ops.stop_gradient(_for_each_head(weights["a"]))
+        return optimal_positive_log_features(x, projection, a, self.antithetic)
+
+
+@keras.saving.register_keras_serializable(package=PACKAGE)
+class FavorSharp(FavorPlusPlus):
+    """FAVOR++ on inputs scaled to their sizes, FAVOR#, in diagonal form.
+
+    `exp(x.y)` does not change when coordinate l of x is multiplied by psi_l
+    and that of y divided by it. The variance is least for `psi_l = (mean
+    y_l^2 / mean x_l^2)^(1/4)`; each head has its own, from running averages
+    as those of `FavorPlusPlus`. It helps where queries and keys are spread
+    differently over the coordinates.
+
+    Args:
+        antithetic: As for `FavorPlus`, as are the others.
+        orthogonal: See `FavorPlus`.
+        regularized: See `FavorPlus`.
+        simplex: See `FavorPlus`.
+        temperature: See `FavorPlus`.
+        far_weight: See `FavorPlus`.
+
+    Raises:
+        TypeError: As `FavorPlus`.
+        ValueError: As `FavorPlus`.
+
+    Reference:
+
+    - [Likhosherstov et al., 2023](https://arxiv.org/abs/2302.00787)
+    """
+
+    def weight_specs(self, num_heads, num_features, dim, seed=None):
+        return {
+            **super().weight_specs(num_heads, num_features, dim, seed),
+            "log_psi": WeightSpec((num_heads, dim)),
+        }
+
+    def adapt(self, query_statistics, key_statistics, weights):
+        square_x = ops.split(query_statistics, 2, axis=-1)[1]
+        square_y = ops.split(key_statistics, 2, axis=-1)[1]
+        # A coordinate that is always 0 is left as it is.
+        seen = ops.logical_and(square_x > 0, square_y > 0)
+        ratio = ops.where(seen, square_y, 1.0) / ops.where(
+            seen, square_x, 1.0
+        )
+        return {
+            **super().adapt(query_statistics, key_statistics, weights),
+            "log_psi": 0.25 * ops.log(ratio),
+        }
+
+    def _squares(self, square_x, square_y):
+        return 2.0 * ops.sqrt(square_x * square_y)
+
+    def _log_features(self, x, projection, is_query, weights):
+        log_psi = ops.stop_gradient(_for_each_head(weights["log_psi"]))
+        x = x * ops.exp(log_psi if is_query else -log_psi)
+        return super()._log_features(x, projection, is_query, weights)
+
+
+@keras.saving.register_keras_serializable(package=PACKAGE)
+class TrigonometricFeatures(_Projected):
+    """Random features of sines and cosines: the unstable baseline.
+
+    Unbiased for `exp(x.y)`, but features of both signs: where the kernel is
+    small, which is where most of attention is, their variance is largest, and
+    the sum of a row's weights may vanish or turn negative. The paper shows
+    them to fail in training. They are here to be compared with
+    (`tools/approximation_error.py`), not for models.
+
+    Args:
+        orthogonal: Whether rows are orthogonal in blocks of `key_dim`.
+        regularized: Whether all rows have norm `sqrt(key_dim)`.
+        simplex: Whether the rows of a block point to the corners of a
+            simplex instead.
+
+    Raises:
+        TypeError: If an argument is not a boolean.
+        ValueError: If `simplex` is set without `orthogonal`.
+
+    Reference:
+
+    - [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794),
+      Section 2.3 and Figure 2
+    """
+
+    estimates_softmax = True
+
+    def __init__(self, orthogonal=True, regularized=False, simplex=False):
+        super().__init__(False, orthogonal, regularized, simplex)
+
+    def projection_shape(self, num_features, dim):
+        _check_even(num_features, self)
+        return (num_features // 2, dim)
+
+    def draw_projection(self, num_features, dim, seed=None):
+        """Draws `(num_features / 2, dim)` rows; each serves twice."""
+        _check_even(num_features, self)
+        return self._draw(num_features // 2, dim, seed)
+
+    def __call__(self, x, projection=None, is_query=True):
+        return trigonometric_features(x, projection)
+
+    def get_config(self):
+        config = super().get_config()
+        del config["antithetic"]
+        return config
+
+
+@keras.saving.register_keras_serializable(package=PACKAGE)
+class LearnedFeatures(FeatureMap):
+    """Trained features: softmax of `W x` and of `-W x`, as in Hedgehog.
+
+    W is a weight of the layer, one matrix `(key_dim, M / 2)` for each head,
+    shared by queries and keys. It starts as the identity, followed by unit
+    vectors of random directions where `M / 2` is above `key_dim`. The kernel
+    is one of its own, near `exp(x.y)` for small inputs at the start; beside
+    the exact kernel of a local window a trained factor finds its weight.
+
+    Args:
+        far_weight: As for `FavorPlus`; a number above 0.
+
+    Raises:
+        ValueError: If `far_weight` is not a positive number.
+
+    Reference:
+
+    - [Zhang et al., 2024](https://arxiv.org/abs/2402.04347), Section 4.1
+    """
+
+    log_space = True
+    allows_window = True
+
+    def __init__(self, far_weight=1.0):
+        arguments.check_positive("far_weight", far_weight)
+        self.far_weight = far_weight
+
+    def weight_specs(self, num_heads, num_features, dim, seed=None):
+        _check_even(num_features, self)
+        columns = num_features // 2
+        return {
+            "kernel": WeightSpec(
+                (num_heads, dim, columns),
+                lambda shape, dtype=None: _identity_start(shape, dtype, seed),
+                True,
+            ),
+            "log_far_weight": _log_weight_spec(num_heads, self.far_weight),
+        }
+
+    def __call__(self, x, projection=None, is_query=True, weights=None):
+        features = softmax_log_features(x, weights["kernel"])
+        if is_query:
+            features += _log_of_each_head(weights["log_far_weight"])
+        return features
+
+    def get_config(self):
+        return {"far_weight": self.far_weight}
+
+
+def _identity_start(shape, dtype, seed):
+    """`[H, d, m]`: the identity, then unit vectors of random directions."""
+    heads, dim, columns = shape
+    kernel = ops.eye(dim, min(dim, columns), dtype=dtype)
+    kernel = ops.broadcast_to(kernel, (heads, *kernel.shape))
+    more = columns - dim
+    if more <= 0:
+        return kernel
+    rows = iid_gaussian(heads * more, dim, seed)
+    rows = ops.reshape(rows, (heads, more, dim))
+    norms = ops.sqrt(ops.sum(ops.square(rows), axis=-1, keepdims=True))
+    rest = ops.swapaxes(rows / norms, -1, -2)
+    return ops.concatenate([kernel, ops.cast(rest, kernel.dtype)], axis=-1)
+
+
+def _check_even(num_features, feature_map):
+    if num_features % 2:
+        raise arguments.invalid(
+            "num_features",
+            f"an even number for {type(feature_map).__name__}",
+            num_features,
+        )
 
 
 def _elu_plus_one(x):
@@ -300,7 +719,14 @@ class Exact(FeatureMap):
         raise TypeError("Exact attention has no features.")
 
 
-_NAMES = {"favor+": FavorPlus, "exact": Exact}
+_NAMES = {
+    "favor+": FavorPlus,
+    "favor++": FavorPlusPlus,
+    "favor#": FavorSharp,
+    "trig": TrigonometricFeatures,
+    "hedgehog": LearnedFeatures,
+    "exact": Exact,
+}
 
 
 def names():
@@ -312,7 +738,7 @@ def get(identifier):
     """Retrieves a feature map.
 
     Args:
-        identifier: A name ("favor+", "exact", or a function of
+        identifier: A name (see `names`: "favor+", "exact", a function of
             `GeneralizedKernel` such as "relu"), a configuration as
             `serialize` gives it, a `FeatureMap`, or a subclass of it.
 
@@ -328,7 +754,13 @@ def get(identifier):
     if inspect.isclass(identifier) and issubclass(identifier, FeatureMap):
         return identifier()
     if isinstance(identifier, dict):
-        return deserialize(identifier)
+        try:
+            return deserialize(identifier)
+        except (TypeError, ValueError, KeyError) as error:
+            raise type(error)(
+                "Received an invalid value for argument `feature_map`, "
+                f"expected the config of a FeatureMap: {error}"
+            ) from error
     if isinstance(identifier, str):
         if identifier in _NAMES:
             return _NAMES[identifier]()

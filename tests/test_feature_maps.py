@@ -47,6 +47,11 @@ class Shifted(feature_maps.FavorPlus):
 MAPS = [
     feature_maps.FavorPlus(),
     feature_maps.FavorPlus(False, False, True),
+    feature_maps.FavorPlus(simplex=True, temperature=0.5, far_weight=0.1),
+    feature_maps.FavorPlusPlus(antithetic=False, temperature=2),
+    feature_maps.FavorSharp(orthogonal=False),
+    feature_maps.TrigonometricFeatures(simplex=True),
+    feature_maps.LearnedFeatures(far_weight=0.25),
     feature_maps.GeneralizedKernel("elu", 0.25, projected=False),
     feature_maps.GeneralizedKernel(cubes),
     feature_maps.Exact(),
@@ -64,7 +69,8 @@ def test_a_config_brings_back_the_map(feature_map):
 
 
 def test_names():
-    expected = sorted(["favor+", "exact", *SHORT_NAMES])
+    others = "favor+ favor++ favor# trig hedgehog exact".split()
+    expected = sorted([*others, *SHORT_NAMES])
     assert feature_maps.names() == expected
     assert isinstance(feature_maps.get("favor+"), feature_maps.FavorPlus)
     for name in SHORT_NAMES:
@@ -75,6 +81,33 @@ def test_names():
     assert isinstance(feature_maps.get(Powers), Powers)
     mine = Powers()
     assert feature_maps.get(mine) is mine
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: feature_maps.FavorPlus(antithetic=1), "antithetic"),
+        (lambda: feature_maps.FavorPlus(simplex=None), "simplex"),
+        (
+            lambda: feature_maps.FavorPlus(orthogonal=False, simplex=True),
+            "simplex",
+        ),
+        (lambda: feature_maps.FavorPlus(temperature=0), "temperature"),
+        (lambda: feature_maps.FavorPlusPlus(far_weight=-1.0), "far_weight"),
+        (lambda: feature_maps.LearnedFeatures(None), "far_weight"),
+        (
+            lambda: feature_maps.TrigonometricFeatures().draw_projection(5, 4),
+            "num_features",
+        ),
+        (
+            lambda: feature_maps.LearnedFeatures().weight_specs(1, 5, 4),
+            "num_features",
+        ),
+    ],
+)
+def test_a_wrong_argument_of_a_map_is_named(make, argument):
+    with pytest.raises((TypeError, ValueError), match=f"`{argument}`"):
+        make()
 
 
 FUNCTIONS = {

@@ -413,3 +413,46 @@ def test_reloaded_block_fine_tunes(exported_blocks):
     np.testing.assert_array_equal(ours, projection)
     first, second = (to_numpy(layer(x, training=True)) for _ in range(2))
     assert np.abs(first - second).max() > 0.1
+
+
+@tensorflow_only
+def test_redraw_and_statistics_go_on_in_a_reloaded_block(tmp_path):
+    x = np.random.default_rng(0).normal(size=(4, 9, 6)).astype("float32")
+    block = keras_performer.PerformerBlock(
+        2,
+        13,
+        causal=True,
+        local_window=2,
+        num_features=6,
+        feature_map="favor++",
+        redraw_interval=2,
+    )
+    model = keras.Sequential([keras.Input((None, 6)), block])
+    block(x, training=True)
+    saving.export_saved_model(model, tmp_path / "exported")
+    layer = saving.load_saved_model(tmp_path / "exported")
+
+    def state():
+        return {
+            weight.path.rpartition("attention_")[-1]: to_numpy(weight)
+            for weight in layer.non_trainable_variables
+        }
+
+    names = {"projection", "a", "statistics", "observed", "redraw_state"}
+    first = state()
+    assert names == set(first)
+    np.testing.assert_allclose(
+        to_numpy(layer(x)), to_numpy(block(x)), atol=TOLERANCE
+    )
+    layer(x, training=True)  # the second step
+    np.testing.assert_array_equal(state()["projection"], first["projection"])
+    layer(x, training=True)  # the third draws anew
+    last = state()
+    for name in names:
+        assert np.any(last[name] != first[name]), name
+    # As the block itself would have.
+    block(x, training=True)
+    block(x, training=True)
+    np.testing.assert_array_equal(
+        last["projection"], to_numpy(block.attention.projection)
+    )

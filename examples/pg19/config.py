@@ -8,6 +8,9 @@ from examples import common
 from examples.common import option
 
 
+WITH_FAR_WEIGHT = ("favor+", "favor++", "favor#", "hedgehog")
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """A causal Performer language model and its training.
@@ -45,6 +48,12 @@ class Config:
         None,
         "Tokens in a block of exact near attention; none: the layer's "
         "default; 0: the article's pure form.",
+    )
+    far_weight: float | None = option(
+        None,
+        "First value of a trained weight, in each head, of what is seen "
+        "through features; none: the unbiased estimate. For favor+, favor++, "
+        "favor# and hedgehog.",
     )
     dropout: float = option(0.0, "Dropout rate in the blocks.")
     tie_embeddings: bool = option(
@@ -88,7 +97,13 @@ class Config:
             self, "learning_rate", self.learning_rate > 0, "more than 0"
         )
         common.check(self, "dropout", 0 <= self.dropout < 1, "0 <= rate < 1")
-        for name in ("validation_batches", "gradient_clip"):
+        common.check(
+            self,
+            "far_weight",
+            self.far_weight is None or self.feature_map in WITH_FAR_WEIGHT,
+            f"none unless feature_map is one of {WITH_FAR_WEIGHT}",
+        )
+        for name in ("validation_batches", "gradient_clip", "far_weight"):
             value = getattr(self, name)
             common.check(
                 self, name, value is None or value > 0, "more than 0, or none"

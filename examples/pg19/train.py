@@ -61,7 +61,9 @@ def _build_model(config, vocabulary_size):
         x = PerformerBlock(
             config.num_heads,
             config.intermediate_dim,
-            feature_map=common.get_feature_map(config.feature_map),
+            feature_map=common.get_feature_map(
+                config.feature_map, config.far_weight
+            ),
             num_features=config.num_features,
             local_window=config.local_window,
             causal=True,

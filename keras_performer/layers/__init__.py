@@ -1,6 +1,7 @@
 """Layers."""
 
 from keras_performer.layers.embeddings import TokenAndPositionEmbedding
+from keras_performer.layers.feature_state import calibrate
 from keras_performer.layers.performer_attention import PerformerAttention
 from keras_performer.layers.performer_block import PerformerBlock
 
@@ -8,4 +9,5 @@ __all__ = [
     "PerformerAttention",
     "PerformerBlock",
     "TokenAndPositionEmbedding",
+    "calibrate",
 ]

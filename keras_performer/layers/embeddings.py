@@ -82,7 +82,9 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
 
     Raises:
         ValueError: If an argument has a wrong value, or a sequence is longer
-            than the learned positions.
+            than the learned positions. In a function that was traced for any
+            length, positions beyond are NaN instead.
+        TypeError: If `mask_zero` is no boolean.
 
     Reference:
 
@@ -145,9 +147,16 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         length = ops.shape(inputs)[1]
         if self.position == "learned":
             # Not a slice, which would be too short for a longer sequence.
+            # Beyond the table an unknown length gives NaN: a compiled
+            # function cannot raise, and must not repeat the last position.
+            index = ops.arange(length)
             positions = ops.take(
-                self.position_embedding, ops.arange(length), axis=0
+                self.position_embedding,
+                ops.minimum(index, self.sequence_length - 1),
+                axis=0,
             )
+            inside = (index < self.sequence_length)[:, None]
+            positions = ops.where(inside, positions, float("nan"))
             return tokens + ops.cast(positions, self.compute_dtype)
         if self.position == "sine":
             angle = _angles(length, self.embedding_dim // 2, "float32")

@@ -1,6 +1,5 @@
 """Multi-head attention in time and memory linear in the length."""
 
-import random
 import string
 
 import keras
@@ -13,6 +12,7 @@ from keras_performer import arguments
 from keras_performer import feature_maps
 from keras_performer import ops as attention_ops
 from keras_performer.layers.embeddings import rotary_embedding
+from keras_performer.layers.feature_state import FeatureState
 from keras_performer.layers.masks import boolean_mask
 from keras_performer.layers.masks import check_factored_mask
 from keras_performer.layers.masks import check_key_mask
@@ -26,7 +26,7 @@ DEFAULT_LOCAL_WINDOW = 128
 
 
 @keras.saving.register_keras_serializable(package="keras_performer")
-class PerformerAttention(keras.layers.Layer):
+class PerformerAttention(FeatureState, keras.layers.Layer):
     """Multi-head attention through a feature map, linear in the length.
 
     A drop-in for `keras.layers.MultiHeadAttention` on long sequences: the
@@ -47,8 +47,10 @@ class PerformerAttention(keras.layers.Layer):
         num_features: Features for each head, M. More are more accurate and
             slower.
         causal: Whether token i sees tokens `j <= i` only.
-        redraw_interval: Training steps between new projections. Only `None`,
-            which keeps the first draw, is supported by this version.
+        redraw_interval: Training steps between new projections; `None`
+            keeps the first. Draws follow from the seed and the number of
+            steps, both saved with the weights, so that replicas agree and a
+            resumed run continues. Inference never draws.
         local_window: W. A causal softmax map sees the own and the previous
             block of W tokens exactly, and all before by features: up to 2 W
             tokens that is exact attention. `None`: 128 for those maps, 0 for
@@ -162,8 +164,19 @@ class PerformerAttention(keras.layers.Layer):
         arguments.check_boolean("rotary", rotary)
         arguments.check_boolean("use_bias", use_bias)
         arguments.check_rate("dropout", dropout)
-        arguments.check_redraw_interval(redraw_interval)
+        arguments.check_integer(
+            "redraw_interval", redraw_interval, optional=True
+        )
         feature_map = feature_maps.get(feature_map)
+        if redraw_interval and not feature_map.projection_shape(
+            num_features, key_dim
+        ):
+            raise arguments.invalid(
+                "redraw_interval",
+                "None for a feature map that draws no projection, as "
+                + type(feature_map).__name__,
+                redraw_interval,
+            )
         _check_window(local_window, feature_map, causal)
         if rotary and key_dim % 2:
             raise arguments.invalid(
@@ -185,18 +198,14 @@ class PerformerAttention(keras.layers.Layer):
         self.use_bias = use_bias
         self._output_shape = _check_output_shape(output_shape)
         self.seed = arguments.get_seed(seed)
-        # The global generator of Keras cannot serve: its own state may not
-        # exist yet where weights are created. Its seed sets this one.
-        self._projection_seed = self.seed
-        if self.seed is None:
-            self._projection_seed = random.randint(1, 10**9)
         self.kernel_initializer = initializers.get(kernel_initializer)
         self.bias_initializer = initializers.get(bias_initializer)
         self.kernel_regularizer = regularizers.get(kernel_regularizer)
         self.bias_regularizer = regularizers.get(bias_regularizer)
         self.kernel_constraint = constraints.get(kernel_constraint)
         self.bias_constraint = constraints.get(bias_constraint)
-        self.projection = None
+        self._init_feature_state()
+        self._probe = None  # a function while `callbacks` looks into calls
 
     @property
     def output_shape(self):
@@ -254,7 +263,7 @@ class PerformerAttention(keras.layers.Layer):
         self._dropout_generator = arguments.dropout_generator(
             self.dropout, self.seed
         )
-        self.projection = self._add_projection()
+        self._add_feature_state()
 
     def _dense(self, index, equation, output_shape, bias_axes, name):
         dense = keras.layers.EinsumDense(
@@ -278,29 +287,6 @@ class PerformerAttention(keras.layers.Layer):
         dense.supports_masking = True
         return dense
 
-    def _add_projection(self):
-        shape = self.feature_map.projection_shape(
-            self.num_features, self.key_dim
-        )
-        if shape is None:
-            return None
-        # Always float32: rows of a half-precision draw are not orthogonal.
-        # Replicas hold one and the same; a mean over them means nothing.
-        return self.add_weight(
-            name="projection",
-            shape=shape,
-            initializer=lambda shape, dtype: ops.cast(
-                self.feature_map.draw_projection(
-                    self.num_features, self.key_dim, self._projection_seed
-                ),
-                dtype,
-            ),
-            dtype="float32",
-            trainable=False,
-            autocast=False,
-            aggregation="only_first_replica",
-        )
-
     def call(
         self,
         query,
@@ -320,10 +306,12 @@ class PerformerAttention(keras.layers.Layer):
     ):
         arguments.check_state(initial_state, return_state)
         check_mask_argument(mask, value)
+        self._step(training)
         masks = [value_mask, key_mask]
         if value is None:
             masks += [mask, query_mask]
         causal = self.causal or use_causal_mask
+        self_attention = value is None
         shapes = self._call_shapes(query, value, key)
         self._check_shapes(*shapes, causal=causal)
         source = shapes[1][:2]
@@ -338,6 +326,13 @@ class PerformerAttention(keras.layers.Layer):
         value = self.value(value)  # [B, S, H, E]
         if self.rotary:
             query, key = rotary_embedding(query), rotary_embedding(key)
+        valid = key_mask if self_attention else query_mask
+        if self._observes(training):
+            self._observe(
+                self._scaled(query), self._scaled(key), valid, key_mask
+            )
+        if self._probe is not None:
+            self._probe((query, key, value, valid, key_mask, causal))
         if return_attention_scores:
             scores = self._scores(query, key, key_mask, causal)
             value = ops.cast(value, scores.dtype)
@@ -365,6 +360,7 @@ class PerformerAttention(keras.layers.Layer):
         kwargs = {
             "feature_map": self.feature_map,
             "projection": self.projection,
+            "weights": self._feature_weights,
         }
         if not causal:
             return attention_ops.kernel_attention(
@@ -388,6 +384,7 @@ class PerformerAttention(keras.layers.Layer):
             key_mask,
             feature_map=None if exact else self.feature_map,
             projection=self.projection,
+            weights=self._feature_weights,
             causal=causal,
             local_window=self._window() if causal else 0,
         )
@@ -401,7 +398,7 @@ class PerformerAttention(keras.layers.Layer):
         """The local window of a causal call."""
         if self.local_window is not None:
             return self.local_window
-        return DEFAULT_LOCAL_WINDOW if _allows_window(self.feature_map) else 0
+        return DEFAULT_LOCAL_WINDOW if self.feature_map.allows_window else 0
 
     def _call_shapes(self, query, value, key):
         if isinstance(query, (list, tuple)):
@@ -520,14 +517,10 @@ class PerformerAttention(keras.layers.Layer):
         }
 
 
-def _allows_window(feature_map):
-    return feature_map.log_space and feature_map.estimates_softmax
-
-
 def _check_window(local_window, feature_map, causal):
     if not local_window:
         return
-    if not _allows_window(feature_map):
+    if not feature_map.allows_window:
         raise arguments.invalid(
             "local_window",
             "0 or None for a feature map that does not estimate the softmax "

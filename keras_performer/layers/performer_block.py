@@ -12,10 +12,11 @@ from keras_performer.layers.masks import boolean_mask
 from keras_performer.layers.masks import check_key_mask
 from keras_performer.layers.masks import mask_shape
 from keras_performer.layers.performer_attention import PerformerAttention
+from keras_performer.layers.steps import TrainingSteps
 
 
 @keras.saving.register_keras_serializable(package="keras_performer")
-class PerformerBlock(keras.layers.Layer):
+class PerformerBlock(TrainingSteps, keras.layers.Layer):
     """Self-attention and a feed-forward network, each with a residual.
 
     With `normalize_first` (the default)
@@ -32,7 +33,8 @@ class PerformerBlock(keras.layers.Layer):
         feature_map: See `PerformerAttention`, as for the next six.
         num_features: Features for each head, M.
         causal: Whether token i sees tokens `j <= i` only.
-        redraw_interval: Only `None` is supported by this version.
+        redraw_interval: Training steps between new projections; `None`
+            keeps the first. See `PerformerAttention`.
         local_window: W, near tokens seen exactly by causal softmax maps.
         chunk_size: Tokens for each step of the causal scan.
         rotary: Whether to rotate queries and keys by their position.
@@ -225,6 +227,11 @@ class PerformerBlock(keras.layers.Layer):
     ):
         arguments.check_state(initial_state, return_state)
         self._check_width(x.shape)
+        self._step(training)
+        with self.attention._hold_step():
+            return self._blocks(x, mask, training)
+
+    def _blocks(self, x, mask, training):
         residual = x
         if self.normalize_first:
             x = self.attention_norm(x)
@@ -246,6 +253,12 @@ class PerformerBlock(keras.layers.Layer):
         if not self.normalize_first:
             x = self.feedforward_norm(x)
         return x
+
+    def _begin_step(self):
+        self.attention._begin_step()
+
+    def _recomputes_on_jax(self):
+        return self.attention._recomputes_on_jax()
 
     def _check_width(self, shape):
         if self.built and (len(shape) != 3 or shape[-1] != self._width):

@@ -7,7 +7,7 @@ from keras_performer.ops.scan import chunk_scan
 
 
 def scan_attention(
-    kernel, feature_map, projection, xs, carry, steps, unroll=1
+    kernel, feature_map, projection, weights, xs, carry, steps, unroll=1
 ):
     """Runs a kernel of `chunks.py` over its chunks, with its gradient.
 
@@ -15,6 +15,7 @@ def scan_attention(
         kernel: `chunks.FeatureChunks` or `chunks.LocalBlocks`.
         feature_map: The feature map.
         projection: Tensor or `None`; it gets no gradient.
+        weights: Dict of the map's weights; they get gradients.
         xs: Tuple of the kernel's inputs, each with a leading axis of chunks.
         carry: `(sums, shift)`.
         steps: Number of chunks.
@@ -24,12 +25,18 @@ def scan_attention(
         Outputs `[n, B, H, C, E]` and the carry after all chunks. Gradients
         pass through the sums; the shift has none, as it cancels.
     """
-    count = len(xs)
+    names = list(weights)
+    count, first_weight = len(xs), len(xs) + 2
+    first_rest = first_weight + len(names)
 
     @ops.custom_gradient
     def attend(*arguments):
-        xs, carry = arguments[:count], arguments[count : count + 2]
-        step = kernel(feature_map, (arguments[count + 2 :] or (None,))[0])
+        xs, carry = arguments[:count], arguments[count:first_weight]
+        step = kernel(
+            feature_map,
+            (arguments[first_rest:] or (None,))[0],
+            dict(zip(names, arguments[first_weight:first_rest])),
+        )
         (sums, shift), ys = chunk_scan(
             step.forward, carry, xs, steps, 4, unroll=unroll
         )
@@ -43,7 +50,7 @@ def scan_attention(
             grad = chunks.normalize_gradient(
                 grad_output, output, normalizer, step.log_space
             )
-            gradients = _two_passes(
+            gradients, grad_sums, grad_weights = _two_passes(
                 step,
                 xs,
                 carry,
@@ -52,18 +59,24 @@ def scan_attention(
                 steps,
                 unroll,
             )
-            rest = arguments[count + 1 :]
-            return (*gradients, *(_no_gradient(x) for x in rest))
+            return (
+                *gradients,
+                grad_sums,
+                _no_gradient(carry[1]),
+                *grad_weights,
+                *(_no_gradient(x) for x in arguments[first_rest:]),
+            )
 
         return (output, sums, shift), gradient
 
-    arguments = (*xs, *carry) + (() if projection is None else (projection,))
+    arguments = (*xs, *carry, *weights.values())
+    arguments += () if projection is None else (projection,)
     output, sums, shift = attend(*arguments)
     return output, (sums, shift)
 
 
 def _two_passes(step, xs, carry, saved, grad_sums, steps, unroll):
-    """Gradients of `xs` and of the first sums, by computing anew.
+    """Gradients by computing anew.
 
     Args:
         step: A kernel of `chunks.py`.
@@ -76,31 +89,42 @@ def _two_passes(step, xs, carry, saved, grad_sums, steps, unroll):
         unroll: Chunks for each trip of the loop.
 
     Returns:
-        List of tensors.
+        Lists of the gradients of `xs`, of the first sums, and of the feature
+        map's weights.
     """
     count = len(xs)
     grad, scale, shifts = saved
+    no_weights = tuple(
+        _no_gradient(x) for x in step.bound.weights.values()
+    )
 
     def forward(carry, x):
-        return step.forward_gradient(carry, x[:count], *x[count:])
+        slots = len(step.forward_slots)
+        state, gradients = step.forward_gradient(
+            carry[:2], x[:count], *x[count:]
+        )
+        weights = zip(carry[2:], gradients[slots:])
+        return (*state, *(a + b for a, b in weights)), gradients[:slots]
 
     def backward(carry, x):
+        slots = len(step.backward_slots)
         grad_sums, gradients = step.backward_gradient(
             carry[0], x[:count], *x[count:]
         )
-        return (grad_sums,), gradients
+        weights = zip(carry[1:], gradients[slots:])
+        return (grad_sums, *(a + b for a, b in weights)), gradients[:slots]
 
-    _, early = chunk_scan(
+    (_, _, *early_weights), early = chunk_scan(
         forward,
-        carry,
+        (*carry, *no_weights),
         (*xs, grad, scale),
         steps,
         len(step.forward_slots),
         unroll=unroll,
     )
-    (grad_sums,), late = chunk_scan(
+    (grad_sums, *late_weights), late = chunk_scan(
         backward,
-        (grad_sums,),
+        (grad_sums, *no_weights),
         (*xs, grad, scale, shifts),
         steps,
         len(step.backward_slots),
@@ -113,7 +137,8 @@ def _two_passes(step, xs, carry, saved, grad_sums, steps, unroll):
         total[slot] = total[slot] + gradient if both else gradient
     masks = set(range(count)) - set(total)
     total.update({n: _no_gradient(xs[n]) for n in masks})
-    return [*(total[n] for n in range(count)), grad_sums]
+    weights = [a + b for a, b in zip(early_weights, late_weights)]
+    return [total[n] for n in range(count)], grad_sums, weights
 
 
 def _no_gradient(x):
@@ -122,17 +147,25 @@ def _no_gradient(x):
 
 
 def chunked_attention(
-    query, key, values, mask, feature_map, projection, chunk_size, state
+    query,
+    key,
+    values,
+    feature_map,
+    projection,
+    weights,
+    chunk_size,
+    state,
 ):
     """Causal attention with every key seen through its features.
 
     Args:
         query: `[B, L, H, D]`.
         key: `[B, L, H, D]`.
-        values: `[B, L, H, F]`, with the column of ones.
-        mask: `[B, L]`, 1 or 0, in the dtype of the query.
+        values: `[B, L, H, F]`, with the column of ones; 0 where a key is
+            masked.
         feature_map: The feature map.
         projection: Tensor or `None`.
+        weights: Dict of the map's weights.
         chunk_size: Tokens per chunk.
         state: State of the tokens before these, or `None`.
 
@@ -143,15 +176,15 @@ def chunked_attention(
     if isinstance(length, int):
         chunk_size = max(1, min(chunk_size, length))
     steps = _at_least_one(-(-length // chunk_size))
-    xs = tuple(
-        to_chunks(x, steps, chunk_size) for x in (query, key, values, mask)
-    )
+    xs = tuple(to_chunks(x, steps, chunk_size) for x in (query, key, values))
     if state is None:
-        state = empty_state(query, values, feature_map, projection)
+        bound = chunks.BoundMap(feature_map, weights)
+        state = empty_state(query, values, bound, projection)
     output, carry = scan_attention(
         chunks.FeatureChunks,
         feature_map,
         projection,
+        weights,
         xs,
         _carry(state, query.dtype),
         steps,
@@ -165,9 +198,9 @@ def local_attention(
     query,
     key,
     values,
-    mask,
     feature_map,
     projection,
+    weights,
     window,
     blocks_per_step,
     state,
@@ -183,7 +216,8 @@ def local_attention(
         return_state: Whether the state is wanted; it is `None` if not.
     """
     length = ops.shape(query)[1]
-    tokens = (query, key, values, mask)
+    bound = chunks.BoundMap(feature_map, weights)
+    tokens = (query, key, values)
     stateful = state is not None or return_state
     if not stateful:
         if isinstance(length, int):
@@ -193,10 +227,13 @@ def local_attention(
             blocks_per_step = min(blocks_per_step, steps)
         steps = -(-steps // blocks_per_step) * blocks_per_step
         blocks = tuple(to_chunks(x, steps, window) for x in tokens)
-        first = tuple(ops.zeros_like(x[:1]) for x in blocks[1:])
+        # Each block beside the one before it: (key, values).
+        previous = tuple(_pad_axis(x[:-1], 0, 1, 0) for x in blocks[1:])
+        added = ()
+        state = empty_state(query, values, bound, projection)
     else:
         if state is None:
-            state = empty_state(query, values, feature_map, projection, window)
+            state = empty_state(query, values, bound, projection, window)
         offset = state["position"] % window  # [B], tokens in the last block
         # One block for what is left of the last one, one to end in.
         steps = (length + window - 1) // window + 1
@@ -204,25 +241,23 @@ def local_attention(
         held = _held(state, query.dtype)
         aligned = _align(tokens, held, offset, window, steps)
         blocks = tuple(to_chunks(x, steps, window) for x in aligned)
-        first = tuple(to_chunks(x[:, :window], 1, window) for x in held)
-    # Each block beside the one before it: (key, values, mask).
-    previous = tuple(
-        ops.concatenate([x, y[:-1]], axis=0)
-        for x, y in zip(first, blocks[1:])
-    )
-    added = previous[2]  # [n, B, W]
-    if stateful:
+        previous = tuple(
+            ops.concatenate(
+                [to_chunks(x[:, :window], 1, window), y[:-1]], axis=0
+            )
+            for x, y in zip(held, blocks[1:])
+        )
         # A row that has ended adds nothing more to its sums.
         end = (offset + length) // window  # [B], the block it ends in
         going = ops.arange(steps, dtype="int32")[:, None] < end[None, :]
-        added = added * ops.cast(going, added.dtype)[:, :, None]
-    else:
-        state = empty_state(query, values, feature_map, projection)
+        going = ops.cast(going, query.dtype)[:, :, None]
+        added = (previous[1][:, :, 0, :, -1] * going,)  # [n, B, W]
     output, carry = scan_attention(
         chunks.LocalBlocks,
         feature_map,
         projection,
-        (*blocks, *previous, added),
+        weights,
+        (*blocks, *previous, *added),
         _carry(state, query.dtype),
         steps,
         blocks_per_step,
@@ -241,18 +276,22 @@ def _last_blocks(held, aligned, end, window):
     """The part of a state that holds the block of the end and the one before.
 
     Args:
-        held: Keys, values and mask of the last two blocks before.
-        aligned: Keys, values and mask of all slots since.
+        held: Keys and values of the last two blocks before.
+        aligned: Keys and values of all slots since.
         end: `[B]`, the block in which each row ends.
         window: W.
     """
     index = ops.arange(2 * window, dtype="int32")[None, :]
     index = index + (end * window)[:, None]  # [B, 2 W]
-    keys, values, valid = (
+    keys, values = (
         _gather(ops.concatenate([old[:, :window], new], axis=1), index)
         for old, new in zip(held, aligned)
     )
-    return {"keys": keys, "values": values[..., :-1], "valid": valid > 0}
+    return {
+        "keys": keys,
+        "values": values[..., :-1],
+        "valid": values[:, :, 0, -1] > 0,
+    }
 
 
 def empty_state(query, values, feature_map, projection, window=0):
@@ -291,19 +330,25 @@ def empty_state(query, values, feature_map, projection, window=0):
 
 
 def to_chunks(x, steps, size):
-    """`[B, L, ...]`, filled up with zeros, as `[steps, B, ...]` chunks.
+    """`[B, L, H, width]`, filled up with zeros, in chunks.
 
-    Heads come before the tokens of a chunk: `[steps, B, H, size, width]`; a
-    mask `[B, L]` becomes `[steps, B, size]`.
+    They are `[steps, B, H, size, width]`.
     """
     shape = ops.shape(x)
-    missing = steps * size - shape[1]
-    filler = ops.zeros((shape[0], missing, *shape[2:]), dtype=x.dtype)
-    x = ops.concatenate([x, filler], axis=1)
+    x = _pad_axis(x, 1, 0, steps * size - shape[1])
     x = ops.reshape(x, (shape[0], steps, size, *shape[2:]))
-    if len(shape) == 2:
-        return ops.transpose(x, (1, 0, 2))
     return ops.transpose(x, (1, 0, 3, 2, 4))
+
+
+def _pad_axis(x, axis, before, after):
+    """Zeros before and after along an axis.
+
+    One operation whatever the number, unlike a concatenation with zeros,
+    which TensorFlow writes as a constant where they are few.
+    """
+    paddings = [(0, 0)] * len(x.shape)
+    paddings[axis] = (before, after)
+    return ops.pad(x, paddings)
 
 
 def from_chunks(x):
@@ -336,28 +381,27 @@ def _state(carry, position):
 
 
 def _held(state, dtype):
-    """Keys, values with ones, and mask of the last two blocks."""
-    valid = ops.cast(state["valid"], dtype)  # [B, 2 W]
-    keep = valid[:, :, None, None]
+    """Keys, and values with ones where valid, of the last two blocks."""
+    keep = ops.cast(state["valid"], dtype)[:, :, None, None]  # [B, 2 W, 1, 1]
     values = chunks.add_ones(ops.cast(state["values"], dtype)) * keep
-    return ops.cast(state["keys"], dtype), values, valid
+    return ops.cast(state["keys"], dtype), values
 
 
 def _align(tokens, held, offset, window, steps):
     """Tokens on the grid of the absolute position, `[B, steps * W, ...]`.
 
     Slot s of a row is token s of its last block as long as that has tokens,
-    and a new token after that. Query, key, values and mask; there are no
-    queries for the tokens held.
+    and a new token after that. Query, key and values; there are no queries
+    for the tokens held.
     """
     length = ops.shape(tokens[0])[1]
     slot = ops.arange(steps * window, dtype="int32")[None, :]
     token = slot - offset[:, None]  # [B, n], index among the new tokens
     index = ops.where(token < 0, slot, window + token)
     index = ops.minimum(index, window + length - 1)
-    inside = ops.cast(token < length, tokens[3].dtype)
+    inside = ops.cast(token < length, tokens[0].dtype)
     query = ops.zeros_like(held[0][:, window:])
-    query, key, values, mask = (
+    query, key, values = (
         _gather(ops.concatenate([old, new], axis=1), index)
         for old, new in zip(
             (query, *(x[:, window:] for x in held)), tokens
@@ -365,7 +409,7 @@ def _align(tokens, held, offset, window, steps):
     )
     # Zero beyond the end, where the index above repeats the last token.
     column = inside[:, :, None, None]
-    return query, key * column, values * column, mask * inside
+    return query, key * column, values * column
 
 
 def _gather(x, index):

@@ -2,7 +2,8 @@
 
 Sizes: `B` batch, `H` heads, `C` tokens of a chunk (with a local window, a
 block of W), `D` key_dim, `M` features, `F` = value_dim + 1, as a column of
-ones rides along with the values and gives the normaliser.
+ones rides along with the values and gives the normaliser. Where a key is
+masked that column is 0, as are the values: it is the mask too.
 
 Two kernels share one contract, used by `causal.py`:
 
@@ -15,6 +16,8 @@ Two kernels share one contract, used by `causal.py`:
   opposite order: the gradients that depend on what came *after*.
 
 Both compute the features anew, so that nothing of size L x M is stored.
+After the gradients of `x` they give those of the feature map's weights, from
+this chunk's query features in the first and its key features in the second.
 `forward_slots` and `backward_slots` say of which elements of `x` they are.
 `grad` is the gradient `[B, H, C, F]` with respect to the output before its
 normalisation, which is in units of `exp(scale)`.
@@ -37,8 +40,8 @@ from keras_performer.ops.scan import vjp
 LOG_ZERO = -1e30
 
 # Below its floor a normaliser stands for "no key": output and gradient are 0.
-# In log space a row's largest weight is near 1, or at worst 1e-26 (`_log_terms`
-# says where). Plain features may change sign and cancel; there the floor keeps
+# In log space a row's largest weight is near 1, or 1e-26 at worst: see
+# `_log_terms`. Plain features may change sign and cancel; there the floor keeps
 # the quotient and its gradient (floor ** -2) finite in float32.
 LOG_FLOOR = 1e-30
 PLAIN_FLOOR = 1e-12
@@ -113,6 +116,11 @@ def _rescale(sums, factor):
     return sums * ops.swapaxes(factor, -1, -2)
 
 
+def _mask_of(values):
+    """The keys' mask `[B, C]`: the column of ones, 0 where one is masked."""
+    return values[:, 0, :, -1]
+
+
 def _lower_triangle(size):
     index = ops.arange(size)
     return index[:, None] >= index[None, :]  # [C, C]
@@ -123,26 +131,50 @@ def _masked(mask, x, fill):
     return ops.where(mask[:, None, :, None] > 0, x, fill)
 
 
-class _Kernel:
-    def __init__(self, feature_map, projection):
+class BoundMap:
+    """A feature map together with its weights, a dict of tensors."""
+
+    def __init__(self, feature_map, weights=None):
         self.feature_map = feature_map
+        self.weights = weights or {}
+        self.log_space = feature_map.log_space
+
+    def __call__(self, x, projection=None, is_query=True):
+        # A map without weights need not know of the argument.
+        weights = {"weights": self.weights} if self.weights else {}
+        return self.feature_map(x, projection, is_query=is_query, **weights)
+
+
+class _Kernel:
+    def __init__(self, feature_map, projection, weights=None):
+        self.bound = BoundMap(feature_map, weights)
         self.projection = projection
         self.log_space = feature_map.log_space
         self.floor = LOG_FLOOR if self.log_space else PLAIN_FLOOR
 
     def query_features(self, query):
-        return self.feature_map(query, self.projection, is_query=True)
+        return self.bound(query, self.projection, is_query=True)
 
     def key_features(self, key):
-        return self.feature_map(key, self.projection, is_query=False)
+        return self.bound(key, self.projection, is_query=False)
+
+    def features_vjp(self, x, is_query):
+        """Features, and the pullback to `x` and to each of the weights."""
+
+        def features(x, *weights):
+            weights = dict(zip(self.bound.weights, weights))
+            bound = BoundMap(self.bound.feature_map, weights)
+            return bound(x, self.projection, is_query=is_query)
+
+        return vjp(features, (x, *self.bound.weights.values()))
 
 
 class _Terms(NamedTuple):
     """Factors of a chunk's own part ("near") and of the sums' part ("far").
 
-    Near: weights `unit * near_weight * (near_query @ near_key^T)`. Far: the read-out
-    is `far_query @ sums`; then `sums * decay + far_key^T @ values` is the
-    state after the chunk, in units of `exp(-shift)`.
+    Near: weights `unit * near_weight * (near_query @ near_key^T)`. Far: the
+    read-out is `far_query @ sums`; then `sums * decay + far_key^T @ values`
+    is the state after the chunk, in units of `exp(-shift)`.
     """
 
     near_query: Any  # [B, H, C, M]
@@ -156,14 +188,14 @@ class _Terms(NamedTuple):
 
 
 class FeatureChunks(_Kernel):
-    """Every key is seen through its features; `x = (query, key, values,
-    mask)`, of `[B, H, C, D]` twice, `[B, H, C, F]` and `[B, C]`."""
+    """Every key is seen through its features; `x = (query, key, values)`, of
+    `[B, H, C, D]` twice and `[B, H, C, F]`."""
 
     forward_slots = (0,)
     backward_slots = (1, 2)
 
-    def __init__(self, feature_map, projection):
-        super().__init__(feature_map, projection)
+    def __init__(self, feature_map, projection, weights=None):
+        super().__init__(feature_map, projection, weights)
         # Multiplied last, when the product is of the size of a weight again.
         self.unit = math.exp(-MARGIN) if self.log_space else 1.0
 
@@ -246,9 +278,12 @@ class FeatureChunks(_Kernel):
         return self.unit * (t.near_weight * products)
 
     def forward(self, carry, x):
-        (sums, shift), (query, key, values, mask) = carry, x
+        (sums, shift), (query, key, values) = carry, x
         t = self._terms(
-            self.query_features(query), self.key_features(key), mask, shift
+            self.query_features(query),
+            self.key_features(key),
+            _mask_of(values),
+            shift,
         )
         weights = self._weights(t)
         output, normalizer = normalize(
@@ -259,8 +294,9 @@ class FeatureChunks(_Kernel):
 
     def forward_gradient(self, carry, x, grad, scale):
         """Gradient of the query."""
-        (sums, shift), (query, key, values, mask) = carry, x
-        features, pullback = vjp(self.query_features, query)
+        (sums, shift), (query, key, values) = carry, x
+        features, pullback = self.features_vjp(query, is_query=True)
+        mask = _mask_of(values)
         t = self._terms(features, self.key_features(key), mask, shift, scale)
         grad_products = t.near_weight * _outer(grad, values)  # [B, H, C, C]
         grad_features = self._chain(
@@ -270,12 +306,13 @@ class FeatureChunks(_Kernel):
             _outer(grad, sums),
         )
         sums = _rescale(sums, t.decay) + _transposed_times(t.far_key, values)
-        return (sums, t.shift), (pullback(grad_features),)
+        return (sums, t.shift), pullback(grad_features)
 
     def backward_gradient(self, grad_sums, x, grad, scale, shift):
         """Gradients of the key and of the values."""
-        query, key, values, mask = x
-        features, pullback = vjp(self.key_features, key)
+        query, key, values = x
+        mask = _mask_of(values)
+        features, pullback = self.features_vjp(key, is_query=False)
         t = self._terms(
             self.query_features(query), features, mask, shift, scale
         )
@@ -293,34 +330,36 @@ class FeatureChunks(_Kernel):
         grad_values += _times(t.far_key, grad_sums)
         grad_sums = _rescale(grad_sums, t.decay)
         grad_sums += _transposed_times(t.far_query, grad)
-        return grad_sums, (pullback(grad_features), grad_values)
+        grad_key, *grad_weights = pullback(grad_features)
+        return grad_sums, (grad_key, grad_values, *grad_weights)
 
 
 class LocalBlocks(_Kernel):
     """The own and the previous block are seen exactly, earlier ones through
     their log features, under one normaliser.
 
-    `x = (query, key, values, mask, previous key, previous values, previous
-    mask, added mask)`. A step ends by adding the previous block to the sums,
-    those of its keys that the added mask selects.
+    `x = (query, key, values, previous key, previous values)`. A step ends by
+    adding the previous block to the sums: all its keys, or those that a mask
+    `[B, C]` selects that comes last.
     """
 
-    forward_slots = (0, 1, 2, 4, 5)
-    backward_slots = (4, 5)
+    forward_slots = (0, 1, 2, 3, 4)
+    backward_slots = (3, 4)
 
     def _near(self, query, x):
         """Keys `[B, H, 2 W, D]` of two blocks, which of them each row sees,
         and their exact scores `[B, H, W, 2 W]`."""
-        key = ops.concatenate([x[4], x[1]], axis=2)
-        mask = ops.concatenate([x[6], x[3]], axis=1)  # [B, 2 W]
+        key = ops.concatenate([x[3], x[1]], axis=2)
+        mask = ops.concatenate([_mask_of(x[4]), _mask_of(x[2])], axis=1)
         causal = _lower_triangle(ops.shape(query)[2])
         seen = ops.concatenate([ops.ones_like(causal), causal], axis=1)
         seen = ops.logical_and(seen, mask[:, None, None, :] > 0)
         scores = ops.where(seen, _outer(query, key), LOG_ZERO)
         return key, seen, scores
 
-    def _added(self, features, mask, shift):
+    def _added(self, features, x, shift):
         """Stabilised features to add, the sums' decay, and the new shift."""
+        mask = x[5] if len(x) > 5 else _mask_of(x[4])
         log_k = _masked(mask, features, LOG_ZERO)
         new_shift = ops.maximum(shift, largest(log_k, axis=2))
         far_key = ops.exp(log_k - new_shift)
@@ -332,9 +371,9 @@ class LocalBlocks(_Kernel):
         """The carry, with the previous block added."""
         sums, shift = carry
         far_key, decay, new_shift = self._added(
-            self.key_features(x[4]), x[7], shift
+            self.key_features(x[3]), x, shift
         )
-        sums = _rescale(sums, decay) + _transposed_times(far_key, x[5])
+        sums = _rescale(sums, decay) + _transposed_times(far_key, x[4])
         return sums, new_shift
 
     def forward(self, carry, x):
@@ -346,7 +385,7 @@ class LocalBlocks(_Kernel):
             largest(log_q, axis=-1),
         )
         weights = ops.where(seen, ops.exp(scores - scale), 0.0)
-        values = ops.concatenate([x[5], x[2]], axis=2)  # [B, H, 2 W, F]
+        values = ops.concatenate([x[4], x[2]], axis=2)  # [B, H, 2 W, F]
         output, normalizer = normalize(
             _times(weights, values) + _times(ops.exp(log_q - scale), sums),
             self.floor,
@@ -357,13 +396,13 @@ class LocalBlocks(_Kernel):
         """Gradient of the query; those of keys and values seen exactly."""
         (sums, shift), query = carry, x[0]
         key, seen, scores = self._near(query, x)
-        values = ops.concatenate([x[5], x[2]], axis=2)  # [B, H, 2 W, F]
+        values = ops.concatenate([x[4], x[2]], axis=2)  # [B, H, 2 W, F]
         weights = ops.where(seen, ops.exp(scores - scale), 0.0)
         grad_scores = weights * _outer(grad, values)  # [B, H, W, 2 W]
-        features, pullback = vjp(self.query_features, query)
+        features, pullback = self.features_vjp(query, is_query=True)
         far_query = ops.exp(features + shift - scale)
-        grad_query = _times(grad_scores, key)
-        grad_query += pullback(far_query * _outer(grad, sums))
+        grad_query, *grad_weights = pullback(far_query * _outer(grad, sums))
+        grad_query += _times(grad_scores, key)
         grad_key = _transposed_times(grad_scores, query)
         grad_values = _transposed_times(weights, grad)
         size = ops.shape(query)[2]
@@ -373,16 +412,18 @@ class LocalBlocks(_Kernel):
             grad_values[:, :, size:],
             grad_key[:, :, :size],
             grad_values[:, :, :size],
+            *grad_weights,
         )
         return self._advance(carry, x), gradients
 
     def backward_gradient(self, grad_sums, x, grad, scale, shift):
         """Gradients of the previous block's keys and values, as added."""
-        features, pullback = vjp(self.key_features, x[4])
-        far_key, decay, _ = self._added(features, x[7], shift)
-        grad_features = far_key * _outer(x[5], grad_sums)
+        features, pullback = self.features_vjp(x[3], is_query=False)
+        far_key, decay, _ = self._added(features, x, shift)
+        grad_features = far_key * _outer(x[4], grad_sums)
         grad_values = _times(far_key, grad_sums)
         log_q = self.query_features(x[0]) + shift
         grad_sums = _rescale(grad_sums, decay)
         grad_sums += _transposed_times(ops.exp(log_q - scale), grad)
-        return grad_sums, (pullback(grad_features), grad_values)
+        grad_key, *grad_weights = pullback(grad_features)
+        return grad_sums, (grad_key, grad_values, *grad_weights)

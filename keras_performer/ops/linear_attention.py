@@ -6,6 +6,7 @@ Tensors at the door are `[B, L, H, D]`: batch, length, heads, width.
 import keras
 from keras import ops
 
+from keras_performer import arguments
 from keras_performer.ops import causal as causal_scan
 from keras_performer.ops import chunks
 
@@ -98,7 +99,14 @@ def causal_linear_attention(
 
 
 def kernel_attention(
-    query, key, value, key_mask=None, *, feature_map, projection=None
+    query,
+    key,
+    value,
+    key_mask=None,
+    *,
+    feature_map,
+    projection=None,
+    weights=None,
 ):
     """Bidirectional attention through a feature map, in linear time.
 
@@ -112,6 +120,7 @@ def kernel_attention(
             is_query)` from `(B, H, N, D)` to `(B, H, N, M)` with an attribute
             `log_space`, true if it gives logarithms of positive features.
         projection: Tensor handed to the feature map.
+        weights: Dict of tensors handed to the feature map, if it has any.
 
     Returns:
         Tensor of shape `(B, L, H, E)` and the dtype of `value`, computed in
@@ -122,8 +131,10 @@ def kernel_attention(
     """
     dtype = value.dtype
     _check_shapes(query, key, value, key_mask)
+    _check_map(feature_map, projection, query)
     query, key, value, mask = _prepare(query, key, value, key_mask)
     projection = _core_cast(projection, query)
+    feature_map = chunks.BoundMap(feature_map, _cast_all(weights, query))
     heads_first = (0, 2, 1, 3)
     query = ops.transpose(query, heads_first)  # [B, H, L, D]
     key = ops.transpose(key, heads_first)  # [B, H, S, D]
@@ -157,6 +168,7 @@ def causal_kernel_attention(
     *,
     feature_map,
     projection=None,
+    weights=None,
     local_window=0,
     chunk_size=None,
     initial_state=None,
@@ -183,6 +195,8 @@ def causal_kernel_attention(
             still takes its position on the grid of the local window.
         feature_map: A `FeatureMap`; see `kernel_attention`.
         projection: Tensor handed to the feature map.
+        weights: Dict of tensors handed to the feature map, if it has any.
+            Their gradients are summed in the scan.
         local_window: W, an integer; 0 for none. Needs log features.
         chunk_size: Tokens for each step of the scan; it changes the speed,
             never the result. `None`: 128, or one block with a local window.
@@ -205,26 +219,37 @@ def causal_kernel_attention(
             queries and keys differ (where they are not known before, the
             backend's own error says so), if the state is one of other sizes
             or of another local window, or if a local window is asked of a
-            map without log features.
+            map that does not allow it.
+        TypeError: If the feature map is none.
+
+    In float32, a sum of weights is exact as long as a row's largest product
+    of features is above `exp(-161)` of the product of the largest feature of
+    the query and the largest of the key, its gradient above `exp(-101)`.
+    Inputs up to `N(0, 4^2)` are far from there; at `N(0, 8^2)` about one row
+    in 4,000 that sees a single key passes the second bound (its gradient is
+    too small), and none with a local window.
     """
     dtype = value.dtype
     _check_shapes(query, key, value, key_mask)
+    _check_map(feature_map, projection, query)
     _check_causal(query, key, feature_map, local_window, chunk_size)
-    query, key, values, mask = _prepare(query, key, value, key_mask)
+    query, key, values, _ = _prepare(query, key, value, key_mask)
     # Lengths that were not known before differ here, if they do.
     batch, length = ops.shape(query)[:2]
     key = ops.reshape(key, (batch, length, *key.shape[2:]))
     values = ops.reshape(values, (batch, length, *values.shape[2:]))
     projection = _core_cast(projection, query)
+    weights = _cast_all(weights, query)
     if initial_state is not None:
+        bound = chunks.BoundMap(feature_map, weights)
         empty = causal_scan.empty_state(
-            query, values, feature_map, projection, local_window
+            query, values, bound, projection, local_window
         )
         _check_state(initial_state, empty)
-    arguments = (query, key, values, mask, feature_map, projection)
+    inputs = (query, key, values, feature_map, projection, weights)
     if local_window:
         output, state = causal_scan.local_attention(
-            *arguments,
+            *inputs,
             window=local_window,
             blocks_per_step=min(
                 max(1, (chunk_size or 1) // local_window), MOST_BLOCKS
@@ -234,7 +259,7 @@ def causal_kernel_attention(
         )
     else:
         output, state = causal_scan.chunked_attention(
-            *arguments,
+            *inputs,
             chunk_size=chunk_size or DEFAULT_CHUNK_SIZE,
             state=initial_state,
         )
@@ -265,7 +290,7 @@ def exact_attention(query, key, value, key_mask=None, causal=False):
     _check_shapes(query, key, value, key_mask)
     if causal:
         _check_equal_lengths(query, key)
-    seen = _seen(query, key, key_mask, causal)  # [B or 1, 1, L, S]
+    seen = _seen(query, key_mask, causal)  # [B or 1, 1, L, S]
     if key_mask is None:
         return _dot_product_attention(query, key, value, seen)
     keep = ops.cast(key_mask, "bool")[:, :, None, None]
@@ -311,6 +336,7 @@ def attention_scores(
     *,
     feature_map=None,
     projection=None,
+    weights=None,
     causal=False,
     local_window=0,
 ):
@@ -325,6 +351,7 @@ def attention_scores(
             key.
         feature_map: A `FeatureMap`, or `None` for the exact kernel.
         projection: Tensor handed to the feature map.
+        weights: Dict of tensors handed to the feature map, if it has any.
         causal: Whether query i sees keys `j <= i` only; needs `L == S`.
         local_window: W as in `causal_kernel_attention`, with `causal`.
 
@@ -336,16 +363,24 @@ def attention_scores(
         ValueError: If the shapes do not fit together.
     """
     _check_shapes(query, key, key, key_mask)
+    if feature_map is not None:
+        _check_map(feature_map, projection, query)
+        _check_window(feature_map, local_window)
+    if local_window and not causal:
+        raise arguments.invalid(
+            "local_window", "0 with causal=False", local_window
+        )
     if causal:
         _check_equal_lengths(query, key)
     query, key, _, _ = _prepare(query, key, key, key_mask)
     projection = _core_cast(projection, query)
-    seen = _seen(query, key, key_mask, causal)
+    seen = _seen(query, key_mask, causal)
     query = ops.transpose(query, (0, 2, 1, 3))  # [B, H, L, D]
     key = ops.transpose(key, (0, 2, 1, 3))  # [B, H, S, D]
     exact = ops.einsum("bhid,bhjd->bhij", query, key)
     if feature_map is None:
         return _masked_softmax(exact, seen)
+    feature_map = chunks.BoundMap(feature_map, _cast_all(weights, query))
     features_q = feature_map(query, projection, is_query=True)
     features_k = feature_map(key, projection, is_query=False)
     if not feature_map.log_space:
@@ -386,7 +421,7 @@ def _divided_by_sum(weights, floor):
     return chunks.normalize(weights, floor)[0]
 
 
-def _seen(query, key, key_mask, causal):
+def _seen(query, key_mask, causal):
     """Which keys each query sees, `[B or 1, 1, L, S]`; `None` for all."""
     seen = None
     if causal:
@@ -430,6 +465,11 @@ def _core_cast(projection, like):
     return ops.stop_gradient(ops.cast(projection, like.dtype))
 
 
+def _cast_all(weights, like):
+    weights = weights or {}
+    return {name: ops.cast(x, like.dtype) for name, x in weights.items()}
+
+
 def _differ(a, b):
     return a is not None and b is not None and a != b
 
@@ -457,6 +497,11 @@ def _check_shapes(query, key, value, key_mask):
         )
     if key_mask is None:
         return
+    if not hasattr(key_mask, "shape"):
+        raise TypeError(
+            "Received an invalid value for argument `key_mask`, expected a "
+            f"tensor or an array. Received: a {type(key_mask).__name__}"
+        )
     mask = tuple(key_mask.shape)
     if len(mask) != 2 or any(_differ(a, b) for a, b in zip(mask, k[:2])):
         raise ValueError(
@@ -500,19 +545,33 @@ def _check_equal_lengths(query, key):
 
 
 def _check_causal(query, key, feature_map, local_window, chunk_size):
+    arguments.check_integer("local_window", local_window, least=0)
+    arguments.check_integer("chunk_size", chunk_size, optional=True)
     _check_equal_lengths(query, key)
-    if local_window and not feature_map.log_space:
-        raise ValueError(
-            "Received an invalid value for argument `local_window`, expected "
+    _check_window(feature_map, local_window)
+
+
+def _check_window(feature_map, local_window):
+    if local_window and not getattr(feature_map, "allows_window", False):
+        raise arguments.invalid(
+            "local_window",
             "0 for a feature map that does not give logarithms of features "
-            f"of the softmax kernel. Received: local_window={local_window}"
+            "of the softmax kernel",
+            local_window,
         )
-    for name, value, least in (
-        ("local_window", local_window, 0),
-        ("chunk_size", chunk_size, 1),
-    ):
-        if value is not None and value < least:
-            raise ValueError(
-                f"Received an invalid value for argument `{name}`, expected "
-                f"an integer of at least {least}. Received: {name}={value}"
-            )
+
+
+def _check_map(feature_map, projection, query):
+    if not callable(feature_map) or not hasattr(feature_map, "log_space"):
+        raise TypeError(
+            "Received an invalid value for argument `feature_map`, expected "
+            "a FeatureMap (see `keras_performer.feature_maps.get`). "
+            f"Received: feature_map={feature_map!r}"
+        )
+    shape = getattr(feature_map, "projection_shape", lambda *_: None)
+    if projection is None and shape(2, query.shape[-1]) is not None:
+        raise ValueError(
+            "Received an invalid value for argument `projection`, expected "
+            f"what {type(feature_map).__name__}.draw_projection gives. "
+            "Received: projection=None"
+        )

@@ -78,32 +78,32 @@ def _tensorflow_chunk_scan(
     return carry, tuple(a.stack() for a in arrays)
 
 
-def vjp(function, x):
-    """Value of `function` at `x`, and its derivative's transpose there.
+def vjp(function, inputs):
+    """Value of `function` at `inputs`, and its derivative's transpose there.
 
     Args:
-        function: Function from one tensor to one tensor.
-        x: Tensor.
+        function: Function from tensors to one tensor.
+        inputs: Tuple of tensors, its arguments.
 
     Returns:
-        `function(x)`, and a function that takes a tensor of that shape to
-        the gradient with respect to `x`, of the shape of `x`.
+        `function(*inputs)`, and a function that takes a tensor of that shape
+        to the tuple of gradients with respect to the inputs, each of the
+        shape of its input.
     """
     if keras.backend.backend() == "jax":
         import jax
 
-        value, pullback = jax.vjp(function, x)
-        return value, lambda cotangent: pullback(cotangent)[0]
+        return jax.vjp(function, *inputs)
     import tensorflow as tf
 
     with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(x)
-        value = function(x)
+        tape.watch(inputs)
+        value = function(*inputs)
 
     def pullback(cotangent):
         return tape.gradient(
             value,
-            x,
+            inputs,
             output_gradients=cotangent,
             unconnected_gradients=tf.UnconnectedGradients.ZERO,
         )

@@ -166,6 +166,8 @@ def test_unknown_words_are_counted_and_told():
         [],
         ["--feature_map=exact", "--local_window=none"],
         ["--local_window=0"],
+        ["--far_weight=0.1"],
+        ["--feature_map=hedgehog", "--far_weight=0.1"],
         ["--feature_map=relu", "--local_window=none"],
         ["--notie_embeddings", "--dtype_policy=mixed_bfloat16"],
     ],
@@ -226,6 +228,8 @@ def test_config_errors_name_the_field():
         (["--num_layers=0"], "num_layers=0"),
         (["--dropout=1.0"], "dropout=1.0"),
         (["--gradient_clip=0"], "gradient_clip=0"),
+        (["--far_weight=0"], "far_weight=0"),
+        (["--feature_map=relu", "--far_weight=1"], "one of .*far_weight=1"),
         (["--vocabulary_size=300"], "257 for bytes.*=300"),
     ):
         with pytest.raises(common.UserError, match=named):
@@ -233,7 +237,9 @@ def test_config_errors_name_the_field():
 
 
 def test_config_file_round_trip(tmp_path):
-    config = tiny_config("--local_window=none", "--gradient_clip=none")
+    config = tiny_config(
+        "--local_window=none", "--gradient_clip=none", "--far_weight=0.5"
+    )
     configs.write(config, str(tmp_path))
     again = configs.read(str(tmp_path))
     assert dataclasses.asdict(again) == dataclasses.asdict(config)

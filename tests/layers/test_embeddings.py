@@ -6,9 +6,13 @@ import pytest
 
 from keras_performer.layers import TokenAndPositionEmbedding
 from tests.layers.dense_oracle import VARIANTS
+from tests.testing import ON_TENSORFLOW
 from tests.testing import assert_close
 from tests.testing import assert_differs
 from tests.testing import to_numpy
+
+if ON_TENSORFLOW:
+    import tensorflow as tf
 
 IDS = np.random.default_rng(0).integers(1, 19, (2, 7)).astype("int32")
 
@@ -52,6 +56,22 @@ def test_a_sequence_longer_than_the_table_is_refused():
     layer = TokenAndPositionEmbedding(19, 7, 11)
     with pytest.raises(ValueError, match=r"(?s)(8.*7|7.*8)"):
         layer(np.zeros((2, 8), "int32"))
+
+
+@pytest.mark.tensorflow_only("JAX knows every length when it traces")
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_an_unknown_length_beyond_the_table_is_not_a_number(jit_compile):
+    layer = TokenAndPositionEmbedding(19, 7, 11)
+    layer.build((None, None))
+    function = tf.function(
+        layer,
+        jit_compile=jit_compile,
+        input_signature=[tf.TensorSpec((None, None), "int32")],
+    )
+    ids = np.ones((2, 9), "int32")
+    output = to_numpy(function(ids))
+    assert_close(output[:, :7], layer(ids[:, :7]), 1e-6)
+    assert np.all(np.isnan(output[:, 7:]))
 
 
 def test_mask_zero_marks_the_zeros():

@@ -4,6 +4,7 @@ Cases O-38 to O-48 and O-57 to O-60.
 """
 
 import copy
+import inspect
 import json
 import pickle
 import warnings
@@ -18,14 +19,10 @@ from keras_performer.layers import PerformerBlock
 from tests.layers.dense_oracle import NOT_CAUSAL
 from tests.layers.dense_oracle import SAMPLE
 from tests.layers.dense_oracle import VARIANTS
-from tests.testing import ON_TENSORFLOW
 from tests.testing import assert_close
 from tests.testing import assert_differs
 from tests.testing import normal
 from tests.testing import to_numpy
-
-if ON_TENSORFLOW:
-    pass
 
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 samples = pytest.mark.parametrize("name", SAMPLE)
@@ -77,7 +74,7 @@ ATTENTION_ARGUMENTS = {
     "feature_map": FavorPlus(antithetic=False),
     "num_features": 38,
     "causal": True,
-    "redraw_interval": None,
+    "redraw_interval": 50,
     "local_window": 4,
     "chunk_size": 8,
     "rotary": True,
@@ -103,7 +100,7 @@ BLOCK_ARGUMENTS = {
     "feature_map": FavorPlus(antithetic=False),
     "num_features": 38,
     "causal": True,
-    "redraw_interval": None,
+    "redraw_interval": 50,
     "local_window": 4,
     "chunk_size": 8,
     "rotary": True,
@@ -113,6 +110,13 @@ BLOCK_ARGUMENTS = {
     "layer_norm_epsilon": 1e-3,
     "use_bias": False,
     "seed": 5,
+    "kernel_initializer": "he_normal",
+    "bias_initializer": "ones",
+    "kernel_regularizer": "l2",
+    "bias_regularizer": "l1",
+    "activity_regularizer": "l2",
+    "kernel_constraint": "max_norm",
+    "bias_constraint": "non_neg",
     "name": "special",
     "dtype": "mixed_bfloat16",
     "trainable": False,
@@ -127,13 +131,15 @@ BLOCK_ARGUMENTS = {
     ],
 )
 def test_o39_every_argument_survives_json(layer_class, arguments):
+    signature = inspect.signature(layer_class.__init__).parameters
+    base = {"name", "dtype", "trainable"}
+    assert set(signature) - {"self", "kwargs"} == set(arguments) - base
     layer = layer_class(**arguments)
     config = layer.get_config()
     plain = layer_class(2, 3).get_config()
     for argument, value in arguments.items():
         assert argument in config
-        if value is not None:
-            assert config[argument] != plain[argument], argument
+        assert config[argument] != plain[argument], argument
     text = json.dumps(config)
     revived = layer_class.from_config(json.loads(text))
     assert json.dumps(revived.get_config()) == text

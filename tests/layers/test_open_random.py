@@ -4,8 +4,6 @@ import keras
 import numpy as np
 import pytest
 
-from keras_performer.layers import PerformerAttention
-from keras_performer.layers import PerformerBlock
 from tests.layers.dense_oracle import VARIANTS
 from tests.testing import ON_TENSORFLOW
 from tests.testing import assert_differs
@@ -56,18 +54,6 @@ def test_o31_inference_is_the_same_at_every_call(kind, name):
     np.testing.assert_array_equal(to_numpy(projection_of(layer).value), before)
     for state, value in zip(seed_states(layer), states, strict=True):
         np.testing.assert_array_equal(to_numpy(state.value), value)
-
-
-@pytest.mark.parametrize(
-    "make_layer",
-    [
-        lambda: PerformerAttention(2, 3, redraw_interval=2),
-        lambda: PerformerBlock(2, 13, redraw_interval=2),
-    ],
-)
-def test_o31_a_redraw_interval_is_refused_until_it_works(make_layer):
-    with pytest.raises(ValueError, match="`?redraw_interval"):
-        make_layer()
 
 
 @LAYERS

@@ -153,6 +153,19 @@ def test_causal_equals_the_matrix_under_xla(name, window, chunk, mode):
     assert_equal(actual, expected)
 
 
+@pytest.mark.slow  # a compilation for each length
+@pytest.mark.parametrize("mode", XLA_MODES)
+@pytest.mark.parametrize(("name", "window", "chunk"), CAUSAL[:3])
+def test_causal_at_every_length_under_xla(name, window, chunk, mode):
+    for length in LENGTHS:
+        case = Draw(name, length)
+        options = {"local_window": window, "chunk_size": chunk}
+        assert_equal(
+            case.fast(mode, **options),
+            case.oracle(causal=True, local_window=window),
+        )
+
+
 SCALES = (0.5, 1, 2, 4, 8)
 
 

@@ -1,0 +1,116 @@
+"""What a layer does once at the start of each training step.
+
+Redrawing the projection and adopting new statistics must happen outside
+whatever is recomputed in the backward pass (`keras.RematScope`), or the
+gradient would be that of other features than the output's.
+"""
+
+import contextlib
+import threading
+import weakref
+
+import keras
+from keras import ops
+from keras.src.backend.common import global_state
+
+from keras_performer.ops.projections import StepSeed
+
+
+class _Thread(threading.local):
+    """Replicas of a distributed run trace in threads of their own."""
+
+    def __init__(self):
+        self.held = []
+        self.steps = weakref.WeakKeyDictionary()
+
+
+_thread = _Thread()
+
+
+class TrainingSteps:
+    """Mixin: calls `_begin_step` once for each training step.
+
+    A step is a call of the outermost layer or model, so that a layer that
+    the model uses twice has one step, not two. Comes before
+    `keras.layers.Layer` among the bases. `call` opens with
+    `self._step(training)`.
+    """
+
+    def _step(self, training):
+        if not training or any(layer is self for layer in _thread.held):
+            return
+        # What Keras keeps for the time of a call of the outermost layer.
+        # There is no public name for it; without it, every call is a step.
+        call = global_state.get_global_attribute("current_call_ctx")
+        last = _thread.steps.get(self, lambda: None)()
+        if call is None or call is not last:
+            if call is not None:
+                _thread.steps[self] = weakref.ref(call)
+            self._begin_step()
+
+    def _begin_step(self):
+        raise NotImplementedError
+
+    def _recomputes_on_jax(self):
+        """Whether `call` changes weights, which JAX cannot do twice."""
+        return True
+
+    @contextlib.contextmanager
+    def _hold_step(self):
+        """Within, a step has begun already."""
+        _thread.held.append(self)
+        try:
+            yield
+        finally:
+            _thread.held.pop()
+
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        """Keras's hook: `call` with its activations computed again."""
+        if keras.backend.backend() == "jax" and not self._recomputes_on_jax():
+            raise NotImplementedError(
+                f"{self.name} cannot be recomputed (`keras.RematScope`) on "
+                "JAX with a feature map that adapts to its inputs, as its "
+                "statistics would change in what is recomputed."
+            )
+        given = {**dict(enumerate(args)), **kwargs}
+        # TensorFlow recomputes functions of tensors, all positional.
+        names = [name for name in given if ops.is_tensor(given[name])]
+
+        def after_step(*tensors):
+            values = {**given, **dict(zip(names, tensors))}
+            positional = [values.pop(index) for index in range(len(args))]
+            with self._hold_step():
+                return layer_call(*positional, **values)
+
+        tensors = [given[name] for name in names]
+        recomputed = super().rematerialized_call(after_step, *tensors)
+
+        def call(*args, **kwargs):
+            self._step(kwargs.get("training"))
+            return recomputed(*tensors)
+
+        return call
+
+
+def redraw_if_due(state, projection, interval, draw):
+    """Counts a training step, and redraws at every `interval`-th.
+
+    Args:
+        state: Variable of the integers (seed, steps so far).
+        projection: Variable.
+        interval: Steps between redraws.
+        draw: Function from a seed to a new projection.
+    """
+    words = ops.convert_to_tensor(state)
+    step = words[1]
+    due = ops.logical_and(step > 0, step % interval == 0)
+    # The step is the second word of the seed, so that replicas agree and a
+    # run that is resumed continues the same sequence.
+    new = ops.cond(
+        due,
+        lambda: ops.cast(draw(StepSeed(words)), "float32"),
+        lambda: ops.convert_to_tensor(projection),
+    )
+    # Assigned outside of the condition, in which replicas may not.
+    projection.assign(new)
+    state.assign(ops.stack([words[0], step + 1]))

@@ -1,0 +1,181 @@
+"""The commands that measure the far part and the estimators."""
+
+import csv
+import json
+
+import keras
+import numpy as np
+import pytest
+from absl import flags
+
+import keras_performer
+from examples import common
+from tools import approximation_error
+from tools import far_field
+
+pytestmark = pytest.mark.tensorflow_only("the tools are TensorFlow's")
+
+
+def options_of(module, *arguments):
+    values = flags.FlagValues()
+    module.define_flags(values)
+    values(["command", *arguments])
+    return values
+
+
+def test_recall_asks_for_what_was_shown():
+    distance = 50
+    ids, targets, weights = far_field.recall_data(
+        20, distance, np.random.default_rng(0)
+    )
+    assert ids.shape[:2] == targets.shape == weights.shape
+    for row in range(20):
+        shown = {}
+        for place, (key, value) in enumerate(ids[row]):
+            if weights[row, place] == 0 and key:
+                assert key not in shown
+                shown[key] = value, place
+        assert len(shown) == far_field.PAIRS
+        for place in np.flatnonzero(weights[row]):
+            key, value = ids[row, place]
+            # The question does not hold its own answer.
+            assert value == far_field.VALUES
+            answer, first = shown[key]
+            assert targets[row, place] == answer
+            assert place - first >= distance
+    # Chance is what the tool says: answers are uniform.
+    counts = np.bincount(targets[weights > 0], minlength=far_field.VALUES)
+    assert np.all(counts > 0)
+
+
+def test_copy_repeats_the_passage():
+    distance = 60
+    ids, targets, weights = far_field.copy_data(
+        20, distance, np.random.default_rng(0)
+    )
+    for row in range(20):
+        places = np.flatnonzero(weights[row])
+        assert len(places) == far_field.PASSAGE
+        answers = targets[row, places]
+        assert len(set(answers)) == far_field.PASSAGE
+        np.testing.assert_array_equal(answers, ids[row, places + 1])
+        np.testing.assert_array_equal(answers, ids[row, 1 : len(places) + 1])
+        # What is asked for stands nowhere between.
+        between = ids[row, len(places) + 1 : places[0]]
+        assert not set(answers) & set(between)
+        assert places[0] + 1 - 1 == distance
+
+
+def test_a_grid_is_run_once_and_written(tmp_path, capsys):
+    arguments = (
+        f"--output_dir={tmp_path}",
+        "--tasks=recall",
+        "--variants=hedgehog,window alone",
+        "--steps=2",
+        "--checkpoints=1",
+        "--distance=20",
+        "--batch_size=2",
+        "--num_features=8",
+        "--num_layers=1",
+        "--width=8",
+    )
+    far_field.main(options_of(far_field, *arguments))
+    path = tmp_path / "results.jsonl"
+    lines = path.read_text().splitlines()
+    runs = [json.loads(line) for line in lines]
+    assert [run["variant"] for run in runs] == ["hedgehog", "window alone"]
+    assert all(0 <= run["curve"][-1] <= 1 for run in runs)
+    table = (tmp_path / "table.md").read_text()
+    assert "| hedgehog | 0." in table and "recall over 20" in table
+    assert (tmp_path / "far_field.png").stat().st_size > 5000
+    # Nothing is run again.
+    far_field.main(options_of(far_field, *arguments))
+    assert path.read_text().splitlines() == lines
+    assert "| hedgehog" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["--tasks=juggle", "--variants=best", "--checkpoints=3"],
+)
+def test_a_wrong_flag_of_far_field_is_named(tmp_path, argument):
+    options = options_of(
+        far_field, f"--output_dir={tmp_path}", "--steps=4", argument
+    )
+    with pytest.raises(common.UserError, match=argument.split("=")[0]):
+        far_field.main(options)
+
+
+def test_errors_fall_with_the_number_of_features(tmp_path, capsys):
+    approximation_error.main(
+        options_of(
+            approximation_error,
+            f"--output_dir={tmp_path}",
+            "--length=64",
+            "--scale=0.7",
+            "--num_features=16,128",
+            "--estimators=positive iid,favor++ orthogonal antithetic "
+            "(favor++)",
+        )
+    )
+    with open(tmp_path / "errors.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4
+    error = {
+        (row["estimator"].split()[0], int(row["num_features"])): (
+            float(row["mean"]),
+            float(row["standard_error"]),
+        )
+        for row in rows
+    }
+    for name in ("positive", "favor++"):
+        few, few_error = error[name, 16]
+        many, many_error = error[name, 128]
+        assert few - many > 3 * np.hypot(few_error, many_error)
+    assert error["favor++", 128][0] < error["positive", 128][0]
+    assert (tmp_path / "approximation_error.png").stat().st_size > 5000
+    assert "| positive iid |" in (tmp_path / "table.md").read_text()
+    assert "M=128" in capsys.readouterr().out
+
+
+def test_errors_on_the_activations_of_a_model(tmp_path):
+    ids = keras.Input((None,), dtype="int32")
+    x = keras_performer.TokenAndPositionEmbedding(257, 64, 8)(ids)
+    x = keras_performer.PerformerBlock(2, 8, feature_map="exact")(x)
+    keras.Model(ids, x).save(tmp_path / "model.keras")
+    (tmp_path / "text.txt").write_bytes(bytes(range(60)))
+    arguments = [
+        f"--output_dir={tmp_path}",
+        f"--model={tmp_path / 'model.keras'}",
+        f"--text={tmp_path / 'text.txt'}",
+        "--num_features=16,4096",
+        "--draws=4",
+        "--estimators=favor++ iid",
+    ]
+    options = options_of(approximation_error, *arguments, "--length=50")
+    approximation_error.main(options)
+    with open(tmp_path / "errors.csv", newline="") as file:
+        few, many = (float(row["mean"]) for row in csv.DictReader(file))
+    # 256 times as many features: the variance falls by as much, less the
+    # bias of few.
+    assert 0 < many < 0.1 * few
+    options = options_of(approximation_error, *arguments, "--length=64")
+    with pytest.raises(common.UserError, match="60 bytes"):
+        approximation_error.main(options)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--estimators=best",
+        "--num_features=7",
+        "--num_features=many",
+        "--model=missing.keras",
+    ],
+)
+def test_a_wrong_flag_of_approximation_error_is_named(tmp_path, argument):
+    options = options_of(
+        approximation_error, f"--output_dir={tmp_path}", argument
+    )
+    with pytest.raises(common.UserError, match=argument.split("=")[0]):
+        approximation_error.main(options)

@@ -1,0 +1,1 @@
+"""Commands around the package: measurements and pictures."""
