@@ -259,7 +259,9 @@ def test_o10_an_explicit_mask_crosses_a_compiled_function(name):
     mask = np.array([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0]], bool)
     eager = layer(x, mask=mask)
     traced = compiled(lambda x, m: layer(x, mask=m))(x, mask)
-    assert_close(traced, eager, 1e-6)
+    # Compiled, sums run in another order: float32's rounding of a dozen terms
+    # in each of three products.
+    assert_close(traced, eager, 1e-5)
     assert_differs(eager, layer(x))
 
 
