@@ -240,31 +240,42 @@ def causal_kernel_attention(
     values = ops.reshape(values, (batch, length, *values.shape[2:]))
     projection = _core_cast(projection, query)
     weights = _cast_all(weights, query)
-    if initial_state is not None:
-        bound = chunks.BoundMap(feature_map, weights)
-        empty = causal_scan.empty_state(
-            query, values, bound, projection, local_window
-        )
-        _check_state(initial_state, empty)
-    inputs = (query, key, values, feature_map, projection, weights)
-    if local_window:
-        output, state = causal_scan.local_attention(
-            *inputs,
-            window=local_window,
-            blocks_per_step=min(
-                max(1, (chunk_size or 1) // local_window), MOST_BLOCKS
-            ),
-            state=initial_state,
-            return_state=return_state,
-        )
-    else:
-        output, state = causal_scan.chunked_attention(
-            *inputs,
-            chunk_size=chunk_size or DEFAULT_CHUNK_SIZE,
-            state=initial_state,
-        )
+    output, state = _causal_scan(
+        (query, key, values, feature_map, projection, weights),
+        local_window,
+        chunk_size,
+        initial_state,
+        return_state,
+    )
     output = ops.cast(output, dtype)
     return (output, state) if return_state else output
+
+
+def _causal_scan(inputs, local_window, chunk_size, state, return_state):
+    """The scan that fits the window; checks a state that is given."""
+    query, _, values, feature_map, projection, weights = inputs
+    if state is not None:
+        empty = causal_scan.empty_state(
+            query,
+            values,
+            chunks.BoundMap(feature_map, weights),
+            projection,
+            local_window,
+        )
+        _check_state(state, empty)
+    if not local_window:
+        return causal_scan.chunked_attention(
+            *inputs, chunk_size=chunk_size or DEFAULT_CHUNK_SIZE, state=state
+        )
+    return causal_scan.local_attention(
+        *inputs,
+        window=local_window,
+        blocks_per_step=min(
+            max(1, (chunk_size or 1) // local_window), MOST_BLOCKS
+        ),
+        state=state,
+        return_state=return_state,
+    )
 
 
 def exact_attention(query, key, value, key_mask=None, causal=False):

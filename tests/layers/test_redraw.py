@@ -356,9 +356,8 @@ def test_recomputation_on_replicas_goes_on_after_a_new_length(two_replicas):
         assert steps(layer) == count
 
 
+@pytest.mark.skipif(ON_TENSORFLOW, reason="for the other backends")
 def test_jax_cannot_recompute_what_adapts():
-    if ON_TENSORFLOW:
-        pytest.skip("TensorFlow can")
     with keras.RematScope(mode="full"):
         layer = block(None, feature_map="favor++")
     layer.build(X.shape)
