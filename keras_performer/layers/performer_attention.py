@@ -55,9 +55,9 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
             block of W tokens exactly, and all before by features: up to 2 W
             tokens that is exact attention. `None`: 128 for those maps, 0 for
             others. 0 is the pure form of the paper.
-        chunk_size: Tokens for each step of the causal scan. Changes the
-            speed, never the result. `None`: chosen. With a local window it
-            is rounded down to whole blocks, from 1 to 8.
+        chunk_size: Tokens for each step of the scan. Changes the speed and
+            the memory, never the result. `None`: chosen. With a local window
+            it is rounded down to whole blocks, from 1 to 8.
         rotary: Whether to rotate queries and keys by their position
             ([Su et al., 2021](https://arxiv.org/abs/2104.09864)) before the
             feature map. Needs an even `key_dim`.
@@ -361,6 +361,7 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
             "feature_map": self.feature_map,
             "projection": self.projection,
             "weights": self._feature_weights,
+            "chunk_size": self.chunk_size,
         }
         if not causal:
             return attention_ops.kernel_attention(
@@ -372,7 +373,6 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
             value,
             key_mask,
             local_window=self._window(),
-            chunk_size=self.chunk_size,
             **kwargs,
         )
 

@@ -36,7 +36,7 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
         redraw_interval: Training steps between new projections; `None`
             keeps the first. See `PerformerAttention`.
         local_window: W, near tokens seen exactly by causal softmax maps.
-        chunk_size: Tokens for each step of the causal scan.
+        chunk_size: Tokens for each step of the scan.
         rotary: Whether to rotate queries and keys by their position.
         dropout: Rate of dropout on the output of both parts.
         activation: Activation of the feed-forward network.

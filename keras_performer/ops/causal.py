@@ -175,7 +175,7 @@ def chunked_attention(
     length = ops.shape(query)[1]
     if isinstance(length, int):
         chunk_size = max(1, min(chunk_size, length))
-    steps = _at_least_one(-(-length // chunk_size))
+    steps = at_least_one(-(-length // chunk_size))
     xs = tuple(to_chunks(x, steps, chunk_size) for x in (query, key, values))
     if state is None:
         bound = chunks.BoundMap(feature_map, weights)
@@ -186,7 +186,7 @@ def chunked_attention(
         projection,
         weights,
         xs,
-        _carry(state, query.dtype),
+        carry_of(state, query.dtype),
         steps,
     )
     output = from_chunks(output)[:, :length]
@@ -222,7 +222,7 @@ def local_attention(
     if not stateful:
         if isinstance(length, int):
             window = max(1, min(window, length))
-        steps = _at_least_one(-(-length // window))
+        steps = at_least_one(-(-length // window))
         if isinstance(steps, int):
             blocks_per_step = min(blocks_per_step, steps)
         steps = -(-steps // blocks_per_step) * blocks_per_step
@@ -258,7 +258,7 @@ def local_attention(
         projection,
         weights,
         (*blocks, *previous, *added),
-        _carry(state, query.dtype),
+        carry_of(state, query.dtype),
         steps,
         blocks_per_step,
     )
@@ -358,11 +358,11 @@ def from_chunks(x):
     return ops.reshape(x, (batch, steps * size, heads, width))
 
 
-def _at_least_one(steps):
+def at_least_one(steps):
     return max(1, steps) if isinstance(steps, int) else ops.maximum(1, steps)
 
 
-def _carry(state, dtype):
+def carry_of(state, dtype):
     """Sums `[B, H, M, F]` and shift `[B, H, 1, M]` of a state."""
     normalizer = ops.cast(state["normalizer"], dtype)[..., None]
     sums = [ops.cast(state["sums"], dtype), normalizer]

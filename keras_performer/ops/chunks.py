@@ -1,11 +1,12 @@
-"""What the causal scan computes in one chunk: forward and both gradients.
+"""What a scan computes in one chunk: forward and both gradients.
 
 Sizes: `B` batch, `H` heads, `C` tokens of a chunk (with a local window, a
 block of W), `D` key_dim, `M` features, `F` = value_dim + 1, as a column of
 ones rides along with the values and gives the normaliser. Where a key is
 masked that column is 0, as are the values: it is the mask too.
 
-Two kernels share one contract, used by `causal.py`:
+Two kernels share one contract, used by `causal.py` (the third, without an
+order of tokens, is that of `bidirectional.py`):
 
 - `forward(carry, x)` takes `carry = (sums, shift)` of all earlier chunks and
   gives it back with this chunk added, and `(output, normaliser, scale,
@@ -167,6 +168,26 @@ class _Kernel:
             return bound(x, self.projection, is_query=is_query)
 
         return vjp(features, (x, *self.bound.weights.values()))
+
+    def added(self, features, mask, shift):
+        """Keys' features as they are added to the sums.
+
+        Args:
+            features: (Log) features of the keys, `[B, H, C, M]`.
+            mask: `[B, C]`, 0 where a key is not to be added.
+            shift: Shift of the sums so far, `[B, H, 1, M]`.
+
+        Returns:
+            Features in units of `exp(shift)`, with the shift after them, the
+            factor that brings the sums there, and that shift.
+        """
+        if not self.log_space:
+            return _masked(mask, features, 0.0), None, shift
+        log_k = _masked(mask, features, LOG_ZERO)
+        new_shift = ops.maximum(shift, largest(log_k, axis=2))
+        # Selected again: with no key so far the difference is 0.
+        far_key = _masked(mask, ops.exp(log_k - new_shift), 0.0)
+        return far_key, ops.exp(shift - new_shift), new_shift
 
 
 class _Terms(NamedTuple):
@@ -358,14 +379,9 @@ class LocalBlocks(_Kernel):
         return key, seen, scores
 
     def _added(self, features, x, shift):
-        """Stabilised features to add, the sums' decay, and the new shift."""
+        """As `added`, for the previous block."""
         mask = x[5] if len(x) > 5 else _mask_of(x[4])
-        log_k = _masked(mask, features, LOG_ZERO)
-        new_shift = ops.maximum(shift, largest(log_k, axis=2))
-        far_key = ops.exp(log_k - new_shift)
-        # Selected again: with no key so far the difference above is 0.
-        far_key = _masked(mask, far_key, 0.0)
-        return far_key, ops.exp(shift - new_shift), new_shift
+        return self.added(features, mask, shift)
 
     def _advance(self, carry, x):
         """The carry, with the previous block added."""
@@ -427,3 +443,52 @@ class LocalBlocks(_Kernel):
         grad_sums += _transposed_times(ops.exp(log_q - scale), grad)
         grad_key, *grad_weights = pullback(grad_features)
         return grad_sums, (grad_key, grad_values, *grad_weights)
+
+
+class SummedChunks(_Kernel):
+    """Every query sees every key through features: first all keys are added
+    up, then each query reads the sums."""
+
+    def add(self, carry, x):
+        """The carry, with the chunk `x = (key, values)` added."""
+        (sums, shift), (key, values) = carry, x
+        far_key, decay, shift = self.added(
+            self.key_features(key), _mask_of(values), shift
+        )
+        if decay is not None:
+            sums = _rescale(sums, decay)
+        return (sums + _transposed_times(far_key, values), shift), ()
+
+    def add_gradient(self, x, shift, grad_sums):
+        """Gradients of a chunk's keys and values, and of the weights."""
+        key, values = x
+        features, pullback = self.features_vjp(key, is_query=False)
+        far_key, _, _ = self.added(features, _mask_of(values), shift)
+        grad_features = _outer(values, grad_sums)
+        if self.log_space:
+            grad_features = far_key * grad_features
+        else:
+            grad_features = _masked(_mask_of(values), grad_features, 0.0)
+        grad_key, *grad_weights = pullback(grad_features)
+        return (grad_key, _times(far_key, grad_sums)), grad_weights
+
+    def read(self, query, sums, shift):
+        """Output of a chunk of queries, normaliser, and scale of its rows."""
+        features = self.query_features(query)
+        scale = features[..., :1] * 0.0
+        if self.log_space:
+            features = features + shift
+            scale = largest(features, axis=-1)
+            features = ops.exp(features - scale)
+        output, normalizer = normalize(_times(features, sums), self.floor)
+        return output, normalizer, scale
+
+    def read_gradient(self, query, grad, scale, sums, shift):
+        """Gradients of a chunk's queries and the weights, and of the sums."""
+        features, pullback = self.features_vjp(query, is_query=True)
+        grad_features = _outer(grad, sums)
+        if self.log_space:
+            features = ops.exp(features + shift - scale)
+            grad_features = features * grad_features
+        grad_query, *grad_weights = pullback(grad_features)
+        return grad_query, grad_weights, _transposed_times(features, grad)

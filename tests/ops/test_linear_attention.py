@@ -207,7 +207,7 @@ def test_first_tokens_of_many_heads_are_not_lost(scale, opposite):
 def test_bidirectional_holds_for_inputs_of_any_size(masked, name):
     cases = [Draw(name, 41, 59, s) for s in SCALES]
     mask = cases[0].mask if masked else None
-    function = cases[0].function("graph", mask, causal=False)
+    function = cases[0].function("graph", mask, causal=False, chunk_size=16)
     oracle = cases[0].oracle_function(mask)
     for case in cases:
         assert_equal(
@@ -219,7 +219,7 @@ def test_bidirectional_holds_for_inputs_of_any_size(masked, name):
 @pytest.mark.parametrize("mode", XLA_MODES)
 def test_bidirectional_equals_the_matrix_under_xla(mode):
     case = Draw("favor+", 41, source=59)
-    actual = case.fast(mode, case.mask, causal=False)
+    actual = case.fast(mode, case.mask, causal=False, chunk_size=16)
     assert_equal(actual, case.oracle(case.mask))
 
 
@@ -243,11 +243,15 @@ def test_a_masked_key_is_left_out(name, window, chunk):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("window", [0, 7])
-def test_the_chunk_size_never_changes_the_result(window):
+@pytest.mark.parametrize(
+    "options",
+    [{"local_window": 0}, {"local_window": 7}, {"causal": False}],
+    ids=["causal", "window", "bidirectional"],
+)
+def test_the_chunk_size_never_changes_the_result(options):
     case = Draw("favor+", 67)
     results = [
-        case.fast("eager", local_window=window, chunk_size=size)
+        case.fast("eager", case.mask, chunk_size=size, **options)
         for size in (1, 5, 16, 64, 200, None)
     ]
     for result in results[1:]:
