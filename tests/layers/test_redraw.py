@@ -29,6 +29,11 @@ def block(redraw_interval=2, **kwargs):
 
 
 KINDS = pytest.mark.parametrize("make", [attention, block])
+# A block redraws through the attention layer inside it, so that these long
+# tests of it are of both.
+MOSTLY_BLOCKS = pytest.mark.parametrize(
+    "make", [pytest.param(attention, marks=pytest.mark.slow), block]
+)
 
 
 def inner(layer):
@@ -114,7 +119,7 @@ def test_o36_seven_steps_of_fit_see_three_projections(make, jit_compile):
 
 @pytest.mark.tensorflow_only("the loop is tf.function's")
 @pytest.mark.parametrize("jit_compile", [False, True])
-@KINDS
+@MOSTLY_BLOCKS
 def test_a_loop_of_ones_own(make, jit_compile):
     layer = make(redraw_interval=2)
     optimizer = keras.optimizers.SGD(1e-2)
@@ -176,7 +181,7 @@ def test_o33_every_spelling_of_a_seed_redraws_alike(seed):
             np.testing.assert_array_equal(one, other)
 
 
-@KINDS
+@MOSTLY_BLOCKS
 def test_two_times_two_epochs_equal_four(make, tmp_path):
     # Eight steps in all, redrawn at 3 and 6: the file is written between.
     x = np.concatenate([X] * 2)
@@ -220,7 +225,7 @@ def test_several_steps_in_one_execution_are_counted_each():
 
 
 @pytest.mark.tensorflow_only("MirroredStrategy is TensorFlow's")
-@KINDS
+@MOSTLY_BLOCKS
 def test_o37_replicas_hold_the_same_projection(make, two_replicas):
     with two_replicas.scope():
         layer = make(redraw_interval=1, feature_map="favor++")
@@ -243,7 +248,7 @@ def test_o37_replicas_hold_the_same_projection(make, two_replicas):
 
 
 @pytest.mark.tensorflow_only("Keras recomputes by tf.recompute_grad")
-@KINDS
+@MOSTLY_BLOCKS
 def test_recomputation_sees_the_projection_of_the_output(make):
     # Interval 1: a draw in the recomputation would change the features.
     plain = make(redraw_interval=1)
