@@ -1,0 +1,646 @@
+r"""Measures time and memory, as ratios against others in the same run.
+
+    python -m tools.benchmark --output_dir=DIR
+    python -m tools.benchmark --output_dir=DIR --quick
+
+`--levels=op` measures attention alone, forward and forward+gradient, causal
+(pure, and with the default local window) and bidirectional, against
+
+- the *floor*: the time of as many multiply-adds as the method needs in one
+  large matrix product, plus that of as many exponentials, both measured in the
+  same round (`work` says how many);
+- exact attention, `keras.ops.dot_product_attention`, which is what
+  `keras.layers.MultiHeadAttention` computes;
+- performer-pytorch and the Model Garden's KernelAttention, where installed
+  (`pip install performer-pytorch tf-models-official tf-keras`).
+
+`--levels=model` measures one `train_on_batch` of whole models, batch 1, each
+in a process of its own, with its peak resident memory, against the same model
+with exact attention and with attention that returns the values.
+
+All contenders of a configuration take turns, `--repeats` times; a ratio is
+the median of the ratios of single rounds. `OUTPUT_DIR` receives
+`benchmark.json`, `benchmark.csv`, `table.md` and, of the models,
+`benchmark.png`, as Figure 3 of https://arxiv.org/abs/2009.14794.
+"""
+
+import csv
+import functools
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+from absl import flags
+
+import keras_performer
+from examples import common
+from keras_performer import feature_maps
+from keras_performer import ops as attention_ops
+
+KINDS = ("causal", "window", "bidirectional")
+# (heads, layers, d_ff, width): the article's, regular and small.
+MODELS = {"regular": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}
+WINDOW = 128
+CHUNK = 128
+# A contender that takes longer than this is measured once.
+PATIENCE = 20.0
+OURS = "keras-performer"
+FLOOR = "floor"
+
+
+def work(kind, gradient, dim, num_features):
+    """Multiply-adds and exponentials that a token and head need.
+
+    Counted are the products that the chunked algorithm cannot do without,
+    antithetic pairs sharing one projection, and with the gradient those of
+    computing the features and weights anew. Exponentials: one for each
+    feature of a query and of a key, and one for each near weight.
+
+    Args:
+        kind: One of `KINDS`.
+        gradient: Whether the gradient is computed as well.
+        dim: Width of queries, keys and values, D.
+        num_features: M.
+
+    Returns:
+        Two integers.
+    """
+    m, d, f = num_features, dim, dim + 1
+    project = d * m // 2  # of a query or of a key
+    far = m * f  # one product with the sums
+    near, width = {
+        "causal": (CHUNK, m),
+        "window": (2 * WINDOW, d),
+        "bidirectional": (0, 0),
+    }[kind]
+    scores, read = near * width, near * f
+    products = 2 * project + 2 * far + scores + read
+    exponentials = 2 * m + (near if kind == "window" else 0)
+    if gradient:
+        # Anew: projections in both passes, scores, the sums. Then the
+        # products' own gradients: two for each.
+        passes = 1 if kind == "bidirectional" else 2
+        again = 2 * project * passes + scores * passes
+        again += 0 if kind == "bidirectional" else far
+        own = 2 * project + 4 * far + 2 * scores + 2 * read
+        products += again + own
+        exponentials += passes * 2 * m + (near if kind == "window" else 0)
+    return products, exponentials
+
+
+class Unit:
+    """Seconds for one multiply-add and for one exponential, measured."""
+
+    SIDE, COUNT = 2048, 2**22
+
+    def __init__(self):
+        import tensorflow as tf
+
+        self.matrix = tf.random.normal((self.SIDE, self.SIDE))
+        self.vector = tf.random.normal((self.COUNT,))
+        self.multiply = tf.function(tf.matmul)
+        self.exp = tf.function(tf.exp, jit_compile=True)
+
+    def measure(self):
+        product = timed(lambda: self.multiply(self.matrix, self.matrix))
+        exponential = timed(lambda: self.exp(self.vector))
+        return product / self.SIDE**3, exponential / self.COUNT
+
+
+def timed(function):
+    """Seconds until the result is there."""
+    start = time.perf_counter()
+    result = function()
+    finish = getattr(result, "numpy", None)
+    if finish is not None:
+        finish()
+    return time.perf_counter() - start
+
+
+def tensorflow_run(attend, arrays, gradient, jit_compile):
+    """A function without arguments that runs `attend` on the arrays."""
+    import tensorflow as tf
+
+    tensors = [tf.constant(x) for x in arrays]
+
+    def forward(*tensors):
+        return attend(*tensors)
+
+    def both(*tensors):
+        with tf.GradientTape() as tape:
+            tape.watch(tensors)
+            loss = tf.reduce_sum(tf.square(attend(*tensors)))
+        return tf.add_n(
+            [tf.reduce_sum(g) for g in tape.gradient(loss, tensors)]
+        )
+
+    function = tf.function(
+        both if gradient else forward, jit_compile=jit_compile
+    )
+    return lambda: function(*tensors)
+
+
+def ours(kind, case):
+    feature_map = feature_maps.get("favor+")
+    projection = feature_map.draw_projection(
+        case["num_features"], case["dim"], seed=1
+    )
+    options = {"feature_map": feature_map, "projection": projection}
+    attend = attention_ops.kernel_attention
+    if kind != "bidirectional":
+        attend = attention_ops.causal_kernel_attention
+        options["local_window"] = WINDOW if kind == "window" else 0
+    attend = functools.partial(attend, **options)
+    return tensorflow_run(
+        attend, case["arrays"], case["gradient"], case["jit_compile"]
+    )
+
+
+def exact(kind, case):
+    if not _fits(12.0 * case["heads"] * case["length"] ** 2):
+        return None
+    attend = functools.partial(
+        attention_ops.exact_attention, causal=kind != "bidirectional"
+    )
+    return tensorflow_run(
+        attend, case["arrays"], case["gradient"], case["jit_compile"]
+    )
+
+
+def performer_pytorch(kind, case):
+    try:
+        import torch
+        from performer_pytorch import FastAttention
+    except ImportError:
+        return None
+    attention = FastAttention(
+        dim_heads=case["dim"],
+        nb_features=case["num_features"],
+        causal=kind != "bidirectional",
+    )
+    tensors = [
+        torch.tensor(np.moveaxis(x, 2, 1).copy()) for x in case["arrays"]
+    ]
+
+    def run():
+        for tensor in tensors:
+            tensor.requires_grad_(case["gradient"])
+            tensor.grad = None
+        with torch.set_grad_enabled(case["gradient"]):
+            output = attention(*tensors)
+            if case["gradient"]:
+                output.square().sum().backward()
+        return None
+
+    return run
+
+
+def kernel_attention(kind, case):
+    if kind != "bidirectional":
+        return None  # it has no causal form that is linear in time
+    try:
+        from official.nlp.modeling.layers import kernel_attention as garden
+    except ImportError:
+        return None
+    layer = garden.KernelAttention(
+        num_heads=case["heads"],
+        key_dim=case["dim"],
+        feature_transform="exp",
+        num_random_features=case["num_features"],
+    )
+
+    def attend(query, key, value):
+        output = layer._compute_attention(
+            query, key, value, layer.feature_transform, False, 0, False
+        )
+        return output
+
+    try:
+        run = tensorflow_run(
+            attend, case["arrays"], case["gradient"], case["jit_compile"]
+        )
+        run()
+    except Exception as error:
+        print(f"KernelAttention: {error}"[:300])
+        return None
+    return run
+
+
+CONTENDERS = {
+    OURS: ours,
+    "exact": exact,
+    "performer-pytorch": performer_pytorch,
+    "KernelAttention": kernel_attention,
+}
+
+
+def _fits(num_bytes):
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return num_bytes < 0.6 * pages
+
+
+def measure_op(kind, gradient, jit_compile, length, unit, options):
+    """Rows of one configuration: a dict for each contender."""
+    rng = np.random.default_rng(0)
+    size = (3, 1, length, options.heads, options.dim)
+    case = {
+        "arrays": list(0.35 * rng.normal(size=size).astype("float32")),
+        "gradient": gradient,
+        "jit_compile": jit_compile,
+        "length": length,
+        "heads": options.heads,
+        "dim": options.dim,
+        "num_features": options.num_features,
+    }
+    runs = {}
+    for name, make in CONTENDERS.items():
+        if options.contenders and name not in options.contenders:
+            continue
+        run = make(kind, case)
+        if run is not None:
+            runs[name] = run
+    seconds = {name: [] for name in (*runs, FLOOR)}
+    slow = set()
+    for name, run in runs.items():
+        timed(run)  # traces and compiles
+        if timed(run) > PATIENCE:
+            slow.add(name)
+    products, exponentials = work(
+        kind, gradient, options.dim, options.num_features
+    )
+    for turn in range(options.repeats):
+        product, exponential = unit.measure()
+        floor = products * product + exponentials * exponential
+        seconds[FLOOR].append(floor * length * options.heads)
+        for name, run in runs.items():
+            if turn and name in slow:
+                seconds[name].append(seconds[name][0])
+            else:
+                seconds[name].append(timed(run))
+    del runs
+    gc.collect()
+    common_fields = {
+        "level": "op",
+        "kind": kind,
+        "what": "forward+gradient" if gradient else "forward",
+        "jit_compile": jit_compile,
+        "length": length,
+    }
+    return [
+        {
+            **common_fields,
+            "contender": name,
+            **_statistics(times, seconds[OURS]),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+def _statistics(seconds, ours):
+    """Medians, and how often as long as ours it takes, round by round."""
+    return {
+        "seconds": float(np.median(seconds)),
+        "least": float(np.min(seconds)),
+        "most": float(np.max(seconds)),
+        "ratio": float(np.median(np.divide(seconds, ours))),
+    }
+
+
+def build_model(sizes, attention, causal, length):
+    """A language model of bytes; `attention` as in `MODEL_CONTENDERS`."""
+    heads, layers, d_ff, width = sizes
+    ids = keras.Input((length,), dtype="int32")
+    x = keras.layers.Embedding(256, width)(ids)
+    for _ in range(layers):
+        block = keras_performer.PerformerBlock(
+            heads,
+            d_ff,
+            causal=causal,
+            feature_map="exact" if attention == "exact" else "favor+",
+            local_window=0 if attention == "pure" else None,
+        )
+        if attention == "returns the values":
+            # The projections stay; nothing is mixed between tokens.
+            block.attention._attend = lambda q, k, v, mask, causal: v
+        x = block(x)
+    model = keras.Model(ids, keras.layers.Dense(256)(x))
+    model.compile(
+        "adam",
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return model
+
+
+MODEL_CONTENDERS = (OURS, "pure", "returns the values", "exact")
+
+
+def run_child(child):
+    """Measures one model, in this process; prints a line of JSON."""
+    import resource
+
+    sizes = MODELS[child["model"]]
+    model = build_model(
+        sizes, child["contender"], child["causal"], child["length"]
+    )
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 256, (1, child["length"])).astype("int32")
+    first = timed(lambda: model.train_on_batch(ids, ids))
+    repeats = 1 if first > 10 * PATIENCE else child["repeats"]
+    seconds = [
+        timed(lambda: model.train_on_batch(ids, ids)) for _ in range(repeats)
+    ]
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"seconds": seconds, "memory": memory}))
+
+
+def measure_model(name, causal, length, options):
+    """Rows of one configuration, each contender in processes of its own."""
+    rows = []
+    for contender in MODEL_CONTENDERS:
+        if contender == "pure" and not causal:
+            continue
+        child = {
+            "model": name,
+            "contender": contender,
+            "causal": causal,
+            "length": length,
+            "repeats": options.repeats,
+        }
+        run = subprocess.run(
+            [sys.executable, "-m", "tools.benchmark", "--output_dir=-"]
+            + [f"--child={json.dumps(child)}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        row = {
+            "level": "model",
+            "kind": f"{name}, {'causal' if causal else 'bidirectional'}",
+            "what": "training step",
+            "jit_compile": True,
+            "length": length,
+            "contender": contender,
+        }
+        if run.returncode == 0:
+            found = json.loads(run.stdout.splitlines()[-1])
+            row.update(_statistics(found["seconds"], [1.0]))
+            row["memory"] = found["memory"]
+        elif _out_of_memory(run):
+            row["seconds"] = None
+        else:
+            raise RuntimeError(run.stderr[-4000:])
+        rows.append(row)
+    base = rows[0]["seconds"]
+    for row in rows:
+        if row["seconds"] is not None:
+            row["ratio"] = row["seconds"] / base if base else None
+    return rows
+
+
+def _out_of_memory(run):
+    words = ("ResourceExhausted", "bad_alloc", "MemoryError", "RESOURCE_EX")
+    return run.returncode < 0 or any(word in run.stderr for word in words)
+
+
+def table(rows):
+    """Markdown: a configuration in each row, ratios first."""
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    others = [name for name in names if name != OURS]
+    lines = [
+        f"| what | L | {OURS} | "
+        + " | ".join(f"{name}, times as long" for name in others)
+        + " |",
+        "|---" * (len(others) + 3) + "|",
+    ]
+    groups = {}
+    for row in rows:
+        compiled = "" if row["jit_compile"] else ", without XLA"
+        key = (f"{row['kind']}, {row['what']}{compiled}", row["length"])
+        groups.setdefault(key, {})[row["contender"]] = row
+    for (what, length), group in groups.items():
+        cells = [what, f"{length:,}", _seconds_cell(group.get(OURS))]
+        cells += [_ratio_cell(group.get(name), group) for name in others]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _seconds_cell(row):
+    if row is None:
+        return ""
+    if row["seconds"] is None:
+        return "does not fit"
+    text = f"{row['seconds']:.3f} s"
+    if row.get("least") is not None:
+        text += f" ({row['least']:.3f} to {row['most']:.3f})"
+    if row.get("memory"):
+        text += f", {row['memory'] / 2**30:.2f} GiB"
+    return text
+
+
+def _ratio_cell(row, group):
+    if row is None:
+        return ""
+    if row["seconds"] is None:
+        return "does not fit"
+    text = f"{row['ratio']:.2f}"
+    if row.get("memory"):
+        text += f", memory {row['memory'] / group[OURS]['memory']:.2f}"
+    return text
+
+
+def crossover(rows):
+    """Lines that tell from which length on exact attention is slower."""
+    lines = []
+    groups = {}
+    for row in rows:
+        if row["contender"] == "exact":
+            key = (row["kind"], row["what"], row["jit_compile"])
+            slower = row["seconds"] is None or row["ratio"] > 1
+            groups.setdefault(key, []).append((row["length"], slower))
+    for (kind, what, compiled), found in groups.items():
+        lengths = [length for length, slower in sorted(found) if slower]
+        text = f"from {min(lengths):,}" if lengths else "at no length measured"
+        suffix = "" if compiled else ", without XLA"
+        lines.append(f"{kind}, {what}{suffix}: exact is slower {text}")
+    return lines
+
+
+def draw(rows, path):
+    """Time and memory of the models against length, both logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    figure, axes = plt.subplots(
+        2,
+        len(kinds),
+        figsize=(5.5 * len(kinds), 8),
+        squeeze=False,
+        layout="constrained",
+    )
+    for column, kind in zip(axes.T, kinds):
+        own = [row for row in rows if row["kind"] == kind and row["seconds"]]
+        for name in dict.fromkeys(row["contender"] for row in own):
+            line = [row for row in own if row["contender"] == name]
+            lengths = [row["length"] for row in line]
+            for axis, value in zip(column, ("seconds", "memory")):
+                scale = 1.0 if value == "seconds" else 2.0**-30
+                axis.plot(
+                    lengths,
+                    [row[value] * scale for row in line],
+                    marker="o",
+                    markersize=3,
+                    label=name,
+                )
+        column[0].set_title(kind)
+        for axis, label in zip(column, ("seconds", "peak memory, GiB")):
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_xlabel("length")
+            axis.set_ylabel(f"training step, {label}")
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def define_flags(flag_values=flags.FLAGS):
+    """The command's flags."""
+    for define, name, default, text in (
+        (flags.DEFINE_string, "output_dir", None, "Folder of the results."),
+        (flags.DEFINE_list, "levels", ["op", "model"], "Of op, model."),
+        (flags.DEFINE_list, "kinds", list(KINDS), "Kinds of attention."),
+        (flags.DEFINE_list, "models", list(MODELS), "Sizes of models."),
+        (
+            flags.DEFINE_list,
+            "lengths",
+            [str(2**n) for n in range(8, 17)],
+            "Tokens.",
+        ),
+        (flags.DEFINE_list, "contenders", None, "At the op level; all."),
+        (flags.DEFINE_list, "jit_compile", ["true", "false"], "XLA, op."),
+        (flags.DEFINE_integer, "repeats", 7, "Rounds."),
+        (flags.DEFINE_integer, "heads", 8, "H, at the op level."),
+        (flags.DEFINE_integer, "dim", 64, "D, at the op level."),
+        (flags.DEFINE_integer, "num_features", 256, "M, at the op level."),
+        (flags.DEFINE_bool, "quick", False, "A few lengths, 3 rounds."),
+        (flags.DEFINE_string, "child", None, "Used by the tool itself."),
+    ):
+        define(name, default, text, flag_values=flag_values)
+    flags.mark_flag_as_required("output_dir", flag_values=flag_values)
+
+
+class _Settings:
+    """The flags as they are meant, checked."""
+
+    def __init__(self, options):
+        for name, known in (
+            ("levels", ("op", "model")),
+            ("kinds", KINDS),
+            ("models", tuple(MODELS)),
+            ("contenders", tuple(CONTENDERS)),
+            ("jit_compile", ("true", "false")),
+        ):
+            given = getattr(options, name)
+            unknown = sorted(set(given or ()) - set(known))
+            if unknown:
+                raise common.UserError(
+                    f"--{name} expects some of {known}. Received: {unknown}"
+                )
+            setattr(self, name, given)
+        if self.contenders and OURS not in self.contenders:
+            self.contenders = [OURS, *self.contenders]
+        try:
+            self.lengths = [int(length) for length in options.lengths]
+        except ValueError:
+            self.lengths = [0]
+        if min(self.lengths) < 1:
+            raise common.UserError(
+                "--lengths expects positive integers. Received: "
+                f"{options.lengths}"
+            )
+        self.repeats = options.repeats
+        self.heads, self.dim = options.heads, options.dim
+        self.num_features = options.num_features
+        if options.quick:
+            self.repeats = min(3, self.repeats)
+            self.lengths = self.lengths[2:6:3] or self.lengths[:1]
+        self.jit_compile = [text == "true" for text in self.jit_compile]
+
+    def jobs(self):
+        """Functions of the unit that give rows, with a text for each."""
+        if "op" in self.levels:
+            for jit_compile in self.jit_compile:
+                for kind in self.kinds:
+                    for gradient in (False, True):
+                        for length in self.lengths:
+                            yield functools.partial(
+                                measure_op, kind, gradient, jit_compile, length
+                            )
+        if "model" in self.levels:
+            for name in self.models:
+                for causal in (True, False):
+                    for length in self.lengths:
+                        yield lambda unit, options, job=(
+                            name, causal, length
+                        ): measure_model(*job, options)
+
+
+def main(options=flags.FLAGS):
+    """Measures, and writes the tables and the picture."""
+    if options.child is not None:
+        run_child(json.loads(options.child))
+        return
+    settings = _Settings(options)
+    folder = options.output_dir
+    os.makedirs(folder, exist_ok=True)
+    jobs = list(settings.jobs())
+    bar = keras.utils.Progbar(len(jobs), unit_name="configuration")
+    unit = Unit()
+    unit.measure()  # traces and compiles
+    rows = []
+    for job in jobs:
+        rows += job(unit, settings)
+        bar.add(1)
+        _write(rows, folder)
+    for level in settings.levels:
+        print(table([row for row in rows if row["level"] == level]))
+    print("\n".join(crossover(rows)))
+
+
+def _write(rows, folder):
+    """All files, anew after each configuration: a long run may be cut."""
+
+    def path(name):
+        return os.path.join(folder, name)
+
+    with open(path("benchmark.json"), "w", encoding="utf-8") as file:
+        json.dump(rows, file, indent=1)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with open(
+        path("benchmark.csv"), "w", encoding="utf-8", newline=""
+    ) as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+    levels = dict.fromkeys(row["level"] for row in rows)
+    with open(path("table.md"), "w", encoding="utf-8") as file:
+        for level in levels:
+            own = [row for row in rows if row["level"] == level]
+            file.write(table(own) + "\n")
+        file.write("\n".join(crossover(rows)) + "\n")
+    models = [row for row in rows if row["level"] == "model"]
+    if models:
+        draw(models, path("benchmark.png"))
+
+
+if __name__ == "__main__":
+    define_flags()
+    common.run(main)
