@@ -363,18 +363,19 @@ def at_least_one(steps):
 
 
 def carry_of(state, dtype):
-    """Sums `[B, H, M, F]` and shift `[B, H, 1, M]` of a state."""
-    normalizer = ops.cast(state["normalizer"], dtype)[..., None]
-    sums = [ops.cast(state["sums"], dtype), normalizer]
+    """Sums `[B, H, F, M]` and shift `[B, H, 1, M]` of a state."""
+    sums = ops.swapaxes(ops.cast(state["sums"], dtype), -1, -2)
+    normalizer = ops.cast(state["normalizer"], dtype)[:, :, None, :]
     shift = ops.stop_gradient(ops.cast(state["shift"], dtype))
-    return ops.concatenate(sums, axis=-1), shift[:, :, None, :]
+    sums = ops.concatenate([sums, normalizer], axis=2)
+    return sums, shift[:, :, None, :]
 
 
 def _state(carry, position):
     sums, shift = carry
     return {
-        "sums": sums[..., :-1],
-        "normalizer": sums[..., -1],
+        "sums": ops.swapaxes(sums[:, :, :-1], -1, -2),
+        "normalizer": sums[:, :, -1],
         "shift": ops.stop_gradient(shift[:, :, 0]),
         "position": position,
     }

@@ -8,7 +8,8 @@ masked that column is 0, as are the values: it is the mask too.
 Two kernels share one contract, used by `causal.py` (the third, without an
 order of tokens, is that of `bidirectional.py`):
 
-- `forward(carry, x)` takes `carry = (sums, shift)` of all earlier chunks and
+- `forward(carry, x)` takes `carry = (sums, shift)`, `[B, H, F, M]` (the layout
+  whose products are fast) and `[B, H, 1, M]`, of all earlier chunks and
   gives it back with this chunk added, and `(output, normaliser, scale,
   shift before this chunk)`;
 - `forward_gradient(carry, x, grad, scale)` visits the chunks in the same
@@ -112,9 +113,12 @@ def _transposed_times(weights, rows):
     return ops.einsum("bhij,bhif->bhjf", weights, rows)
 
 
-def _rescale(sums, factor):
-    """`[B, H, M, F]` times one factor for each feature, `[B, H, 1, M]`."""
-    return sums * ops.swapaxes(factor, -1, -2)
+def _gathered(weights, rows):
+    """`weights^T rows` for many weights and few columns of rows.
+
+    On CPUs the product that gives the transposed result is twice as fast.
+    """
+    return ops.swapaxes(_transposed_times(rows, weights), -1, -2)
 
 
 def _mask_of(values):
@@ -194,8 +198,8 @@ class _Terms(NamedTuple):
     """Factors of a chunk's own part ("near") and of the sums' part ("far").
 
     Near: weights `unit * near_weight * (near_query @ near_key^T)`. Far: the
-    read-out is `far_query @ sums`; then `sums * decay + far_key^T @ values`
-    is the state after the chunk, in units of `exp(-shift)`.
+    read-out is `far_query @ sums^T`; then `sums * decay + values^T @ far_key`
+    are the sums after the chunk, in units of `exp(-shift)`.
     """
 
     near_query: Any  # [B, H, C, M]
@@ -308,9 +312,9 @@ class FeatureChunks(_Kernel):
         )
         weights = self._weights(t)
         output, normalizer = normalize(
-            _times(weights, values) + _times(t.far_query, sums), self.floor
+            _times(weights, values) + _outer(t.far_query, sums), self.floor
         )
-        sums = _rescale(sums, t.decay) + _transposed_times(t.far_key, values)
+        sums = sums * t.decay + _transposed_times(values, t.far_key)
         return (sums, t.shift), (output, normalizer, t.scale, shift)
 
     def forward_gradient(self, carry, x, grad, scale):
@@ -324,9 +328,9 @@ class FeatureChunks(_Kernel):
             t.near_query,
             _times(grad_products, t.near_key),
             t.far_query,
-            _outer(grad, sums),
+            _times(grad, sums),
         )
-        sums = _rescale(sums, t.decay) + _transposed_times(t.far_key, values)
+        sums = sums * t.decay + _transposed_times(values, t.far_key)
         return (sums, t.shift), pullback(grad_features)
 
     def backward_gradient(self, grad_sums, x, grad, scale, shift):
@@ -343,14 +347,14 @@ class FeatureChunks(_Kernel):
             t.near_key,
             _transposed_times(grad_products, t.near_query),
             t.far_key,
-            _outer(values, grad_sums),
+            _times(values, grad_sums),
         )
         # What a masked key's features would have changed does not exist.
         grad_features = _masked(mask, grad_features, 0.0)
-        grad_values = _transposed_times(weights, grad)
-        grad_values += _times(t.far_key, grad_sums)
-        grad_sums = _rescale(grad_sums, t.decay)
-        grad_sums += _transposed_times(t.far_query, grad)
+        grad_values = _gathered(weights, grad)
+        grad_values += _outer(t.far_key, grad_sums)
+        grad_sums = grad_sums * t.decay
+        grad_sums += _transposed_times(grad, t.far_query)
         grad_key, *grad_weights = pullback(grad_features)
         return grad_sums, (grad_key, grad_values, *grad_weights)
 
@@ -389,7 +393,7 @@ class LocalBlocks(_Kernel):
         far_key, decay, new_shift = self._added(
             self.key_features(x[3]), x, shift
         )
-        sums = _rescale(sums, decay) + _transposed_times(far_key, x[4])
+        sums = sums * decay + _transposed_times(x[4], far_key)
         return sums, new_shift
 
     def forward(self, carry, x):
@@ -403,7 +407,7 @@ class LocalBlocks(_Kernel):
         weights = ops.where(seen, ops.exp(scores - scale), 0.0)
         values = ops.concatenate([x[4], x[2]], axis=2)  # [B, H, 2 W, F]
         output, normalizer = normalize(
-            _times(weights, values) + _times(ops.exp(log_q - scale), sums),
+            _times(weights, values) + _outer(ops.exp(log_q - scale), sums),
             self.floor,
         )
         return self._advance(carry, x), (output, normalizer, scale, shift)
@@ -417,10 +421,10 @@ class LocalBlocks(_Kernel):
         grad_scores = weights * _outer(grad, values)  # [B, H, W, 2 W]
         features, pullback = self.features_vjp(query, is_query=True)
         far_query = ops.exp(features + shift - scale)
-        grad_query, *grad_weights = pullback(far_query * _outer(grad, sums))
+        grad_query, *grad_weights = pullback(far_query * _times(grad, sums))
         grad_query += _times(grad_scores, key)
-        grad_key = _transposed_times(grad_scores, query)
-        grad_values = _transposed_times(weights, grad)
+        grad_key = _gathered(grad_scores, query)
+        grad_values = _gathered(weights, grad)
         size = ops.shape(query)[2]
         gradients = (
             grad_query,
@@ -436,11 +440,11 @@ class LocalBlocks(_Kernel):
         """Gradients of the previous block's keys and values, as added."""
         features, pullback = self.features_vjp(x[3], is_query=False)
         far_key, decay, _ = self._added(features, x, shift)
-        grad_features = far_key * _outer(x[4], grad_sums)
-        grad_values = _times(far_key, grad_sums)
+        grad_features = far_key * _times(x[4], grad_sums)
+        grad_values = _outer(far_key, grad_sums)
         log_q = self.query_features(x[0]) + shift
-        grad_sums = _rescale(grad_sums, decay)
-        grad_sums += _transposed_times(ops.exp(log_q - scale), grad)
+        grad_sums = grad_sums * decay
+        grad_sums += _transposed_times(grad, ops.exp(log_q - scale))
         grad_key, *grad_weights = pullback(grad_features)
         return grad_sums, (grad_key, grad_values, *grad_weights)
 
@@ -456,21 +460,21 @@ class SummedChunks(_Kernel):
             self.key_features(key), _mask_of(values), shift
         )
         if decay is not None:
-            sums = _rescale(sums, decay)
-        return (sums + _transposed_times(far_key, values), shift), ()
+            sums = sums * decay
+        return (sums + _transposed_times(values, far_key), shift), ()
 
     def add_gradient(self, x, shift, grad_sums):
         """Gradients of a chunk's keys and values, and of the weights."""
         key, values = x
         features, pullback = self.features_vjp(key, is_query=False)
         far_key, _, _ = self.added(features, _mask_of(values), shift)
-        grad_features = _outer(values, grad_sums)
+        grad_features = _times(values, grad_sums)
         if self.log_space:
             grad_features = far_key * grad_features
         else:
             grad_features = _masked(_mask_of(values), grad_features, 0.0)
         grad_key, *grad_weights = pullback(grad_features)
-        return (grad_key, _times(far_key, grad_sums)), grad_weights
+        return (grad_key, _outer(far_key, grad_sums)), grad_weights
 
     def read(self, query, sums, shift):
         """Output of a chunk of queries, normaliser, and scale of its rows."""
@@ -480,15 +484,15 @@ class SummedChunks(_Kernel):
             features = features + shift
             scale = largest(features, axis=-1)
             features = ops.exp(features - scale)
-        output, normalizer = normalize(_times(features, sums), self.floor)
+        output, normalizer = normalize(_outer(features, sums), self.floor)
         return output, normalizer, scale
 
     def read_gradient(self, query, grad, scale, sums, shift):
         """Gradients of a chunk's queries and the weights, and of the sums."""
         features, pullback = self.features_vjp(query, is_query=True)
-        grad_features = _outer(grad, sums)
+        grad_features = _times(grad, sums)
         if self.log_space:
             features = ops.exp(features + shift - scale)
             grad_features = features * grad_features
         grad_query, *grad_weights = pullback(grad_features)
-        return grad_query, grad_weights, _transposed_times(features, grad)
+        return grad_query, grad_weights, _transposed_times(grad, features)
