@@ -10,9 +10,7 @@ r"""Measures time and memory, as ratios against others in the same run.
   large matrix product, plus that of as many exponentials, both measured in the
   same round (`work` says how many);
 - exact attention, `keras.ops.dot_product_attention`, which is what
-  `keras.layers.MultiHeadAttention` computes;
-- performer-pytorch and the Model Garden's KernelAttention, where installed
-  (`pip install performer-pytorch tf-models-official tf-keras`).
+  `keras.layers.MultiHeadAttention` computes.
 
 `--levels=model` measures one `train_on_batch` of whole models, batch 1, each
 in a process of its own, with its peak resident memory, against the same model
@@ -172,70 +170,9 @@ def exact(kind, case):
     )
 
 
-def performer_pytorch(kind, case):
-    try:
-        import torch
-        from performer_pytorch import FastAttention
-    except ImportError:
-        return None
-    attention = FastAttention(
-        dim_heads=case["dim"],
-        nb_features=case["num_features"],
-        causal=kind != "bidirectional",
-    )
-    tensors = [
-        torch.tensor(np.moveaxis(x, 2, 1).copy()) for x in case["arrays"]
-    ]
-
-    def run():
-        for tensor in tensors:
-            tensor.requires_grad_(case["gradient"])
-            tensor.grad = None
-        with torch.set_grad_enabled(case["gradient"]):
-            output = attention(*tensors)
-            if case["gradient"]:
-                output.square().sum().backward()
-        return None
-
-    return run
-
-
-def kernel_attention(kind, case):
-    if kind != "bidirectional":
-        return None  # it has no causal form that is linear in time
-    try:
-        from official.nlp.modeling.layers import kernel_attention as garden
-    except ImportError:
-        return None
-    layer = garden.KernelAttention(
-        num_heads=case["heads"],
-        key_dim=case["dim"],
-        feature_transform="exp",
-        num_random_features=case["num_features"],
-    )
-
-    def attend(query, key, value):
-        output = layer._compute_attention(
-            query, key, value, layer.feature_transform, False, 0, False
-        )
-        return output
-
-    try:
-        run = tensorflow_run(
-            attend, case["arrays"], case["gradient"], case["jit_compile"]
-        )
-        run()
-    except Exception as error:
-        print(f"KernelAttention: {error}"[:300])
-        return None
-    return run
-
-
 CONTENDERS = {
     OURS: ours,
     "exact": exact,
-    "performer-pytorch": performer_pytorch,
-    "KernelAttention": kernel_attention,
 }
 
 
@@ -259,8 +196,6 @@ def measure_op(kind, gradient, jit_compile, length, unit, options):
     }
     runs = {}
     for name, make in CONTENDERS.items():
-        if options.contenders and name not in options.contenders:
-            continue
         run = make(kind, case)
         if run is not None:
             runs[name] = run
@@ -302,7 +237,7 @@ def measure_op(kind, gradient, jit_compile, length, unit, options):
 
 
 def _statistics(seconds, ours):
-    """Medians, and how often as long as ours it takes, round by round."""
+    """Medians, and the median of the rounds' ratios to ours."""
     return {
         "seconds": float(np.median(seconds)),
         "least": float(np.min(seconds)),
@@ -324,16 +259,20 @@ def build_model(sizes, attention, causal, length):
             feature_map="exact" if attention == "exact" else "favor+",
             local_window=0 if attention == "pure" else None,
         )
-        if attention == "returns the values":
-            # The projections stay; nothing is mixed between tokens.
-            block.attention._attend = lambda q, k, v, mask, causal: v
         x = block(x)
+        if attention == "returns the values":
+            block.attention._attend = _return_values
     model = keras.Model(ids, keras.layers.Dense(256)(x))
     model.compile(
         "adam",
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     return model
+
+
+def _return_values(query, key, value, mask, causal):
+    """Mixes no tokens. All three projections stay, and get gradients."""
+    return value + 1e-9 * (query + key)
 
 
 MODEL_CONTENDERS = (OURS, "pure", "returns the values", "exact")
@@ -413,7 +352,7 @@ def table(rows):
     others = [name for name in names if name != OURS]
     lines = [
         f"| what | L | {OURS} | "
-        + " | ".join(f"{name}, times as long" for name in others)
+        + " | ".join(map(_column, others))
         + " |",
         "|---" * (len(others) + 3) + "|",
     ]
@@ -427,6 +366,10 @@ def table(rows):
         cells += [_ratio_cell(group.get(name), group) for name in others]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _column(name):
+    return "over the floor" if name == FLOOR else f"{name}, times as long"
 
 
 def _seconds_cell(row):
@@ -447,6 +390,8 @@ def _ratio_cell(row, group):
         return ""
     if row["seconds"] is None:
         return "does not fit"
+    if row["contender"] == FLOOR:
+        return f"{1 / row['ratio']:.2f}"
     text = f"{row['ratio']:.2f}"
     if row.get("memory"):
         text += f", memory {row['memory'] / group[OURS]['memory']:.2f}"
@@ -524,7 +469,6 @@ def define_flags(flag_values=flags.FLAGS):
             [str(2**n) for n in range(8, 17)],
             "Tokens.",
         ),
-        (flags.DEFINE_list, "contenders", None, "At the op level; all."),
         (flags.DEFINE_list, "jit_compile", ["true", "false"], "XLA, op."),
         (flags.DEFINE_integer, "repeats", 7, "Rounds."),
         (flags.DEFINE_integer, "heads", 8, "H, at the op level."),
@@ -545,18 +489,15 @@ class _Settings:
             ("levels", ("op", "model")),
             ("kinds", KINDS),
             ("models", tuple(MODELS)),
-            ("contenders", tuple(CONTENDERS)),
             ("jit_compile", ("true", "false")),
         ):
             given = getattr(options, name)
-            unknown = sorted(set(given or ()) - set(known))
+            unknown = sorted(set(given) - set(known))
             if unknown:
                 raise common.UserError(
                     f"--{name} expects some of {known}. Received: {unknown}"
                 )
             setattr(self, name, given)
-        if self.contenders and OURS not in self.contenders:
-            self.contenders = [OURS, *self.contenders]
         try:
             self.lengths = [int(length) for length in options.lengths]
         except ValueError:

@@ -84,7 +84,8 @@ def test_o20_the_graph_does_not_grow_with_the_length(name, part):
     layer = VARIANTS[name].attention()
     layer.build((None, None, 11))
     counts = []
-    for length in (64, 129, 4096):
+    # JAX leaves out the padding where there is none to do.
+    for length in (64, 129 if ON_TENSORFLOW else 130, 4096):
         x = np.zeros((2, length, 11), "float32")
         if part == "forward":
             counts.append(node_count(layer, x))

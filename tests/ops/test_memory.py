@@ -110,9 +110,11 @@ def test_the_check_of_memory_can_fail(attend):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_o20_the_graph_does_not_grow_with_the_length(name):
+    # JAX leaves out the padding where there is none to do.
+    lengths = (64, 129, 300, 4096) if ON_TENSORFLOW else (300, 1000, 4097)
     counts = {
         node_count(*_flat(gradients(ATTENTION[name], length)))
-        for length in (64, 129, 300, 4096)
+        for length in lengths
     }
     assert len(counts) == 1, counts
 

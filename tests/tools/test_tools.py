@@ -11,6 +11,7 @@ from absl import flags
 import keras_performer
 from examples import common
 from tools import approximation_error
+from tools import benchmark
 from tools import far_field
 
 pytestmark = pytest.mark.tensorflow_only("the tools are TensorFlow's")
@@ -179,3 +180,84 @@ def test_a_wrong_flag_of_approximation_error_is_named(tmp_path, argument):
     )
     with pytest.raises(common.UserError, match=argument.split("=")[0]):
         approximation_error.main(options)
+
+
+def test_a_benchmark_writes_ratios(tmp_path, capsys):
+    options = options_of(
+        benchmark,
+        f"--output_dir={tmp_path}",
+        "--levels=op",
+        "--kinds=bidirectional",
+        "--lengths=64",
+        "--jit_compile=false",
+        "--repeats=2",
+        "--heads=1",
+        "--dim=8",
+        "--num_features=8",
+    )
+    benchmark.main(options)
+    rows = json.loads((tmp_path / "benchmark.json").read_text())
+    assert [row["contender"] for row in rows] == 2 * [
+        "keras-performer",
+        "exact",
+        "floor",
+    ]
+    assert {row["what"] for row in rows} == {"forward", "forward+gradient"}
+    for row in rows:
+        assert 0 < row["least"] <= row["seconds"] <= row["most"]
+        assert (row["ratio"] == 1) == (row["contender"] == "keras-performer")
+    table = (tmp_path / "table.md").read_text()
+    assert "| bidirectional, forward, without XLA | 64 |" in table
+    assert "exact is slower" in table
+    assert len((tmp_path / "benchmark.csv").read_text().splitlines()) == 7
+    assert "over the floor" in capsys.readouterr().out
+
+
+def test_a_model_is_measured_beside_one_that_does_not_fit(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(benchmark.MODELS, "tiny", (1, 1, 8, 8))
+    child = {"model": "tiny", "causal": True, "length": 8, "repeats": 2}
+    rows = []
+    for contender in ("keras-performer", "returns the values"):
+        benchmark.run_child({**child, "contender": contender})
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert len(found["seconds"]) == 2
+        rows.append(
+            {
+                "level": "model",
+                "kind": "tiny",
+                "what": "training step",
+                "jit_compile": True,
+                "length": 8,
+                "contender": contender,
+                "seconds": found["seconds"][0],
+                "memory": found["memory"],
+                "ratio": 1.0,
+            }
+        )
+    rows.append({**rows[0], "contender": "exact", "seconds": None})
+    table = benchmark.table(rows)
+    assert "does not fit" in table and "GiB" in table
+    benchmark.draw(rows, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "argument", ["--levels=layer", "--lengths=long", "--models=huge"]
+)
+def test_a_wrong_flag_of_benchmark_is_named(tmp_path, argument):
+    options = options_of(benchmark, f"--output_dir={tmp_path}", argument)
+    with pytest.raises(common.UserError, match=argument.split("=")[0]):
+        benchmark.main(options)
+
+
+def test_the_floor_counts_what_attention_costs():
+    products, exponentials = benchmark.work("bidirectional", False, 64, 256)
+    # Two projections of half the features, and two products with the sums.
+    assert products == 64 * 256 + 2 * 256 * 65
+    assert exponentials == 2 * 256
+    for kind in benchmark.KINDS:
+        forward = benchmark.work(kind, False, 64, 256)
+        both = benchmark.work(kind, True, 64, 256)
+        assert all(2 < b / a < 5 for a, b in zip(forward[:1], both[:1]))
