@@ -258,7 +258,7 @@ def calibrate(model, data):
         )
     for layer in layers:
         for weight in (layer._statistics, layer._observed):
-            weight.assign(ops.zeros_like(weight))
+            weight.assign(ops.zeros(weight.shape, dtype=weight.dtype))
         layer._calibrating = True
     try:
         while batch is not None:
