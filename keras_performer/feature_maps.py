@@ -178,7 +178,9 @@ class FeatureMap:
             projection: What `draw_projection` gave, in the dtype of `x`.
             is_query: Whether `x` holds queries.
             weights: Dict of the weights of `weight_specs`, in the dtype of
-                `x`. Not handed to a map that has none.
+                `x`. Not handed to a map that has none. Whatever is trained
+                must be among them: attention has a gradient of its own,
+                which does not reach a variable that a map holds.
 
         Returns:
             Tensor `(batch, heads, length, features)`.

@@ -38,8 +38,8 @@ def summed_attention(
             dict(zip(names, rest)),
         )
         queries, keys = _Layout(query, chunk_size), _Layout(key, chunk_size)
-        query_chunks = (queries.split(query),)
-        key_chunks = (keys.split(key), keys.split(values))
+        query_chunks = (queries.split_repeating(query),)
+        key_chunks = (keys.split_repeating(key), keys.split(values))
         state = causal.empty_state(
             query, values, kernel.bound, kernel.projection
         )
@@ -62,28 +62,12 @@ def summed_attention(
             grad = chunks.normalize_gradient(
                 queries.split(grads[0]), output, normalizer, kernel.log_space
             )
-            none = tuple(x * 0.0 for x in rest[: len(names)])
-
-            def read(carry, x):
-                grad_query, more, grad_sums = kernel.read_gradient(
-                    *x, sums, shift
-                )
-                carry = [a + b for a, b in zip(carry, (grad_sums, *more))]
-                return tuple(carry), (grad_query,)
-
-            def add(carry, x):
-                grads, more = kernel.add_gradient(x, shift, grad_sums)
-                return tuple(a + b for a, b in zip(carry, more)), grads
-
-            (grad_sums, *more), (grad_query,) = chunk_scan(
-                read,
-                (sums * 0.0, *none),
+            grad_query, grad_key, grad_values, grad_weights = _two_passes(
+                kernel,
                 (*query_chunks, grad, scale),
-                queries.steps,
-                1,
-            )
-            grad_weights, (grad_key, grad_values) = chunk_scan(
-                add, tuple(more), key_chunks, keys.steps, 2
+                key_chunks,
+                (sums, shift),
+                (queries.steps, keys.steps),
             )
             return (
                 queries.join(grad_query),
@@ -99,6 +83,41 @@ def summed_attention(
     return attend(query, key, values, *rest)
 
 
+def _two_passes(kernel, query_chunks, key_chunks, carry, steps):
+    """Gradients of queries, keys, values and weights, by computing anew.
+
+    Args:
+        kernel: `chunks.SummedChunks`.
+        query_chunks: Chunks of the queries, of the gradient of the output
+            before its normalisation, and of the scale of its rows.
+        key_chunks: Chunks of the keys and of the values.
+        carry: Sums of all keys, and their shift.
+        steps: Numbers of chunks of queries and of keys.
+    """
+    sums, shift = carry
+
+    def read(carry, x):
+        grad_query, grad_weights, grad_sums = kernel.read_gradient(
+            *x, sums, shift
+        )
+        gradients = (grad_sums, *grad_weights)
+        return tuple(a + b for a, b in zip(carry, gradients)), (grad_query,)
+
+    zeros = tuple(x * 0.0 for x in (sums, *kernel.bound.weights.values()))
+    (grad_sums, *grad_weights), (grad_query,) = chunk_scan(
+        read, zeros, query_chunks, steps[0], 1
+    )
+
+    def add(carry, x):
+        gradients, grad_weights = kernel.add_gradient(x, shift, grad_sums)
+        return tuple(a + b for a, b in zip(carry, grad_weights)), gradients
+
+    grad_weights, (grad_key, grad_values) = chunk_scan(
+        add, tuple(grad_weights), key_chunks, steps[1], 2
+    )
+    return grad_query, grad_key, grad_values, grad_weights
+
+
 class _Layout:
     """How an axis of tokens is split into chunks."""
 
@@ -112,6 +131,9 @@ class _Layout:
 
     def split(self, x):
         return causal.to_chunks(x, self.steps, self.size)
+
+    def split_repeating(self, x):
+        return self.split(causal.repeat_last(x, self.steps * self.size))
 
     def join(self, x):
         return causal.from_chunks(x)[:, : self.length]

@@ -176,7 +176,7 @@ def chunked_attention(
     if isinstance(length, int):
         chunk_size = max(1, min(chunk_size, length))
     steps = at_least_one(-(-length // chunk_size))
-    xs = tuple(to_chunks(x, steps, chunk_size) for x in (query, key, values))
+    xs = token_chunks((query, key, values), steps, chunk_size)
     if state is None:
         bound = chunks.BoundMap(feature_map, weights)
         state = empty_state(query, values, bound, projection)
@@ -226,9 +226,14 @@ def local_attention(
         if isinstance(steps, int):
             blocks_per_step = min(blocks_per_step, steps)
         steps = -(-steps // blocks_per_step) * blocks_per_step
-        blocks = tuple(to_chunks(x, steps, window) for x in tokens)
-        # Each block beside the one before it: (key, values).
-        previous = tuple(_pad_axis(x[:-1], 0, 1, 0) for x in blocks[1:])
+        blocks = token_chunks(tokens, steps, window)
+        # Each block beside the one before it: (key, values). Before the first
+        # there is none: keys without values.
+        keys, values = blocks[1:]
+        previous = (
+            ops.concatenate([keys[:1], keys[:-1]], axis=0),
+            _pad_axis(values[:-1], 0, 1, 0),
+        )
         added = ()
         state = empty_state(query, values, bound, projection)
     else:
@@ -327,6 +332,30 @@ def empty_state(query, values, feature_map, projection, window=0):
         state["values"] = ops.zeros((*size, width), dtype=dtype)
         state["valid"] = ops.zeros(size[:2], dtype="bool")
     return state
+
+
+def token_chunks(tokens, steps, size):
+    """Query, key and values in chunks; values are filled up with zeros.
+
+    Queries and keys are filled up with the last token, not with zeros: a map
+    may be undefined there, and what is not a number would pass through
+    products with the zeros of its gradient.
+    """
+    query, key, values = tokens
+    return (
+        to_chunks(repeat_last(query, steps * size), steps, size),
+        to_chunks(repeat_last(key, steps * size), steps, size),
+        to_chunks(values, steps, size),
+    )
+
+
+def repeat_last(x, size):
+    """`[B, L, H, D]` filled up to `[B, size, H, D]` with its last token."""
+    length = ops.shape(x)[1]
+    # A sum, as there is none where L is 0.
+    last = ops.sum(ops.stop_gradient(x[:, -1:]), axis=1, keepdims=True)
+    inside = ops.arange(size)[None, :, None, None] < length
+    return ops.where(inside, _pad_axis(x, 1, 0, size - length), last)
 
 
 def to_chunks(x, steps, size):

@@ -118,7 +118,10 @@ def kernel_attention(
     [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794), one chunk of
     keys after another, and then the queries likewise. Features are computed
     in the chunk and anew in the gradient, so that memory is
-    `O(L D + S (D + E) + M E)` for each head.
+    `O((L + S) (D + E) + M E)` for each head.
+
+    The gradient is the package's own: a tensor gets one if it is an argument
+    here, not if the feature map holds it.
 
     Args:
         query: Queries of shape `(B, L, H, D)`, times `D ** -0.25`.
@@ -147,7 +150,7 @@ def kernel_attention(
     _check_shapes(query, key, value, key_mask)
     _check_map(feature_map, projection, query)
     arguments.check_integer("chunk_size", chunk_size, optional=True)
-    query, key, values, _ = _prepare(query, key, value, key_mask)
+    query, key, values = _prepare(query, key, value, key_mask)
     output = bidirectional.summed_attention(
         query,
         key,
@@ -179,7 +182,8 @@ def causal_kernel_attention(
     The prefix sums of Section 2.5.1 and Appendix B.1 of
     [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794), computed as
     a scan over chunks. Features are computed in the chunk and anew in the
-    gradient; memory is `O(L (D + E) + M E)` for each head.
+    gradient; memory is `O(L (D + E) + M E)` for each head. As in
+    `kernel_attention`, what the feature map holds gets no gradient.
 
     With a local window W, positions form blocks of W. A query sees its own
     and the previous block through the exact kernel `exp(x.y)` and earlier
@@ -233,7 +237,7 @@ def causal_kernel_attention(
     _check_shapes(query, key, value, key_mask)
     _check_map(feature_map, projection, query)
     _check_causal(query, key, feature_map, local_window, chunk_size)
-    query, key, values, _ = _prepare(query, key, value, key_mask)
+    query, key, values = _prepare(query, key, value, key_mask)
     # Lengths that were not known before differ here, if they do.
     batch, length = ops.shape(query)[:2]
     key = ops.reshape(key, (batch, length, *key.shape[2:]))
@@ -383,7 +387,7 @@ def attention_scores(
         )
     if causal:
         _check_equal_lengths(query, key)
-    query, key, _, _ = _prepare(query, key, key, key_mask)
+    query, key, _ = _prepare(query, key, key, key_mask)
     projection = _core_cast(projection, query)
     seen = _seen(query, key_mask, causal)
     query = ops.transpose(query, (0, 2, 1, 3))  # [B, H, L, D]
@@ -448,7 +452,7 @@ def _seen(query, key_mask, causal):
 
 
 def _prepare(query, key, value, key_mask):
-    """Core dtype, values with ones, and a mask `[B, S]` of that dtype.
+    """Query, key, and values with the column of ones, in the core dtype.
 
     Masked keys and values become 0, so that whatever stood there (NaN
     included) reaches neither the output nor a gradient.
@@ -458,16 +462,11 @@ def _prepare(query, key, value, key_mask):
     query, key, value = (ops.cast(x, dtype) for x in (query, key, value))
     values = chunks.add_ones(value)
     if key_mask is None:
-        batch, length = ops.shape(key)[:2]
-        # Not `ones`, whose graph depends on their number.
-        everything = ops.cast(ops.arange(length) >= 0, dtype)
-        mask = ops.broadcast_to(everything[None, :], (batch, length))
-        return query, key, values, mask
-    mask = ops.cast(ops.cast(key_mask, "bool"), dtype)
-    keep = mask[:, :, None, None] > 0
+        return query, key, values
+    keep = ops.cast(key_mask, "bool")[:, :, None, None]
     key = ops.where(keep, key, ops.zeros_like(key))
     values = ops.where(keep, values, ops.zeros_like(values))
-    return query, key, values, mask
+    return query, key, values
 
 
 def _core_cast(projection, like):

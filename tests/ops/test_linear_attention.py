@@ -52,9 +52,8 @@ class Draw:
         self.cotangent = normal(length, WIDTH)
         self.mask = rng.random((BATCH, source)) > 0.2
         self.mask[1, : source // 3] = False  # rows that see nothing
-        self.projection = to_numpy(
-            self.feature_map.draw_projection(features, dim, seed=3)
-        )
+        projection = self.feature_map.draw_projection(features, dim, seed=3)
+        self.projection = None if projection is None else to_numpy(projection)
 
     def function(self, mode, mask=None, causal=True, **options):
         """Value and gradients of the fast path, as a function."""
@@ -86,13 +85,17 @@ class Draw:
     def oracle_function(self, mask=None, **options):
         """The same from the whole matrix, for float64."""
 
+        projection = self.projection
+        if projection is not None:
+            projection = projection.astype("float64")
+
         def function(q, k, v):
             return reference.attention(
                 q,
                 k,
                 v,
                 self.feature_map,
-                keras.ops.convert_to_tensor(self.projection, "float64"),
+                projection,
                 key_mask=mask,
                 **options,
             )
@@ -223,14 +226,18 @@ def test_bidirectional_equals_the_matrix_under_xla(mode):
     assert_equal(actual, case.oracle(case.mask))
 
 
-@pytest.mark.parametrize(("name", "window", "chunk"), CAUSAL)
+@pytest.mark.parametrize(
+    ("name", "window", "chunk"), [*CAUSAL, ("favor+", None, CHUNK)]
+)
 def test_a_masked_key_is_left_out(name, window, chunk):
     case = Draw(name, 67)
+    causal = window is not None  # of the bidirectional case
+    options = {"local_window": window} if causal else {}
     function = case.function(
-        "graph", case.mask, local_window=window, chunk_size=chunk
+        "graph", case.mask, causal, chunk_size=chunk, **options
     )
     actual = function(case.arrays, case.cotangent)
-    expected = case.oracle(case.mask, causal=True, local_window=window)
+    expected = case.oracle(case.mask, causal=causal, **options)
     assert_equal(actual, expected)
     # Its own gradients are 0, and what it holds does not matter, NaN included.
     for gradient in actual[2:]:
@@ -256,6 +263,24 @@ def test_the_chunk_size_never_changes_the_result(options):
     for result in results[1:]:
         # Sums in another order: rounding alone.
         assert_equal(result, results[0])
+
+
+class Directions(FeatureMap):
+    """Undefined at the zero vector."""
+
+    def __call__(self, x, projection=None, is_query=True):
+        norm = keras.ops.sqrt(
+            keras.ops.sum(keras.ops.square(x), axis=-1, keepdims=True)
+        )
+        return keras.ops.square(1.0 + x / norm)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_map_sees_given_tokens_only(causal):
+    # 67 tokens in chunks of 16: what fills the last one is no token.
+    case = Draw(Directions(), 67)
+    actual = case.fast("graph", causal=causal, chunk_size=CHUNK)
+    assert_equal(actual, case.oracle(causal=causal))
 
 
 def test_up_to_two_windows_attention_is_exact():
@@ -377,6 +402,16 @@ def test_no_tokens_give_no_output():
             local_window=window,
         )
         assert tuple(output.shape) == (2, 0, HEADS, DIM)
+    some = keras.ops.ones((2, 3, HEADS, DIM))
+    for query, key in ((empty, some), (some, empty)):
+        output = ops.kernel_attention(
+            query,
+            key,
+            key,
+            feature_map=case.feature_map,
+            projection=case.projection,
+        )
+        np.testing.assert_array_equal(output, keras.ops.zeros_like(query))
     case = Draw("favor+", 1)
     single = case.fast("eager")[0]
     both = case.fast("eager", causal=False)[0]

@@ -61,7 +61,12 @@ def causal(window):
 
 def bidirectional(q, k, v, feature_map, projection):
     return ops.kernel_attention(
-        q, k, v, feature_map=feature_map, projection=projection
+        q,
+        k,
+        v,
+        feature_map=feature_map,
+        projection=projection,
+        chunk_size=CHUNK,
     )
 
 

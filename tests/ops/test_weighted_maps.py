@@ -74,10 +74,10 @@ class Case:
 
     def fast(self, mode, causal, window):
         def function(q, k, v, *weights):
-            options = {"local_window": window, "chunk_size": 7}
+            options = {"local_window": window} if causal else {}
             attend = ops.causal_kernel_attention
             if not causal:
-                options, attend = {}, ops.kernel_attention
+                attend = ops.kernel_attention
             output = attend(
                 q,
                 k,
@@ -86,6 +86,7 @@ class Case:
                 feature_map=self.feature_map,
                 projection=self.projection,
                 weights=self.weights(weights),
+                chunk_size=7,
                 **options,
             )
             # Nothing more than 0 of each, so that each has a gradient.
