@@ -43,6 +43,7 @@ from keras_performer import ops as attention_ops
 KINDS = ("causal", "window", "bidirectional")
 # (heads, layers, d_ff, width): the article's, regular and small.
 MODELS = {"regular": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}
+LENGTHS = tuple(2**n for n in range(8, 17))
 WINDOW = 128
 CHUNK = 128
 # A contender that takes longer than this is measured once.
@@ -56,8 +57,8 @@ def work(kind, gradient, dim, num_features):
 
     Counted are the products that the chunked algorithm cannot do without,
     antithetic pairs sharing one projection, and with the gradient those of
-    computing the features and weights anew. Exponentials: one for each
-    feature of a query and of a key, and one for each near weight.
+    computing features, near weights and sums anew. Exponentials: one for each
+    feature of a query and of a key, and one for each near weight of a window.
 
     Args:
         kind: One of `KINDS`.
@@ -80,11 +81,14 @@ def work(kind, gradient, dim, num_features):
     products = 2 * project + 2 * far + scores + read
     exponentials = 2 * m + (near if kind == "window" else 0)
     if gradient:
-        # Anew: projections in both passes, scores, the sums. Then the
-        # products' own gradients: two for each.
+        # Anew: projections, in both passes if causal, as the sums are formed
+        # once more; the near scores once, and where they are made of features
+        # the gradient of the near weights in both passes. Then the products'
+        # own gradients, two for each.
         passes = 1 if kind == "bidirectional" else 2
-        again = 2 * project * passes + scores * passes
+        again = 2 * project * passes + scores
         again += 0 if kind == "bidirectional" else far
+        again += read if kind == "causal" else 0
         own = 2 * project + 4 * far + 2 * scores + 2 * read
         products += again + own
         exponentials += passes * 2 * m + (near if kind == "window" else 0)
@@ -94,24 +98,39 @@ def work(kind, gradient, dim, num_features):
 class Unit:
     """Seconds for one multiply-add and for one exponential, measured."""
 
-    SIDE, COUNT = 2048, 2**22
+    # The exponentials of a chunk stay in a cache: so do these.
+    SIDE, COUNT, TIMES = 2048, 2**16, 64
 
     def __init__(self):
         import tensorflow as tf
 
-        self.matrix = tf.random.normal((self.SIDE, self.SIDE))
-        self.vector = tf.random.normal((self.COUNT,))
-        self.multiply = tf.function(tf.matmul)
-        self.exp = tf.function(tf.exp, jit_compile=True)
+        matrix = tf.random.normal((self.SIDE, self.SIDE))
+        vector = -tf.random.uniform((self.COUNT,))
+
+        def multiply(matrix):
+            return tf.matmul(matrix, matrix)[0, 0]
+
+        def exponentials(x):
+            # Each from the last: no two are computed at once, or not at all.
+            for _ in tf.range(self.TIMES):
+                x = -tf.exp(x)
+            return x[0]
+
+        self.multiply = functools.partial(tf.function(multiply), matrix)
+        self.exp = functools.partial(
+            tf.function(exponentials, jit_compile=True), vector
+        )
 
     def measure(self):
-        product = timed(lambda: self.multiply(self.matrix, self.matrix))
-        exponential = timed(lambda: self.exp(self.vector))
-        return product / self.SIDE**3, exponential / self.COUNT
+        product, exponential = timed(self.multiply), timed(self.exp)
+        return (
+            product / self.SIDE**3,
+            exponential / (self.COUNT * self.TIMES),
+        )
 
 
 def timed(function):
-    """Seconds until the result is there."""
+    """Seconds until the result, a scalar or nothing, is there."""
     start = time.perf_counter()
     result = function()
     finish = getattr(result, "numpy", None)
@@ -127,7 +146,8 @@ def tensorflow_run(attend, arrays, gradient, jit_compile):
     tensors = [tf.constant(x) for x in arrays]
 
     def forward(*tensors):
-        return attend(*tensors)
+        # A scalar, as an array would be copied to be read.
+        return tf.reduce_sum(attend(*tensors))
 
     def both(*tensors):
         with tf.GradientTape() as tape:
@@ -161,7 +181,7 @@ def ours(kind, case):
 
 def exact(kind, case):
     if not _fits(12.0 * case["heads"] * case["length"] ** 2):
-        return None
+        return None  # scores, weights and their gradient
     attend = functools.partial(
         attention_ops.exact_attention, causal=kind != "bidirectional"
     )
@@ -199,7 +219,7 @@ def measure_op(kind, gradient, jit_compile, length, unit, options):
         run = make(kind, case)
         if run is not None:
             runs[name] = run
-    seconds = {name: [] for name in (*runs, FLOOR)}
+    seconds = {name: [] for name in (*CONTENDERS, FLOOR)}
     slow = set()
     for name, run in runs.items():
         timed(run)  # traces and compiles
@@ -230,10 +250,13 @@ def measure_op(kind, gradient, jit_compile, length, unit, options):
         {
             **common_fields,
             "contender": name,
-            **_statistics(times, seconds[OURS]),
+            **(_statistics(times, seconds[OURS]) if times else NOT_FITTING),
         }
         for name, times in seconds.items()
     ]
+
+
+NOT_FITTING = {"seconds": None, "ratio": None}
 
 
 def _statistics(seconds, ours):
@@ -266,6 +289,7 @@ def build_model(sizes, attention, causal, length):
     model.compile(
         "adam",
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=True,
     )
     return model
 
@@ -280,8 +304,6 @@ MODEL_CONTENDERS = (OURS, "pure", "returns the values", "exact")
 
 def run_child(child):
     """Measures one model, in this process; prints a line of JSON."""
-    import resource
-
     sizes = MODELS[child["model"]]
     model = build_model(
         sizes, child["contender"], child["causal"], child["length"]
@@ -293,8 +315,17 @@ def run_child(child):
     seconds = [
         timed(lambda: model.train_on_batch(ids, ids)) for _ in range(repeats)
     ]
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": seconds, "memory": memory}))
+    print(json.dumps({"seconds": seconds, "memory": _peak_memory()}))
+
+
+def _peak_memory():
+    """Peak resident bytes of this process (Linux).
+
+    Not `getrusage`, where a child begins with the peak of its parent.
+    """
+    with open("/proc/self/status", encoding="ascii") as file:
+        line = next(line for line in file if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def measure_model(name, causal, length, options):
@@ -330,14 +361,14 @@ def measure_model(name, causal, length, options):
             row.update(_statistics(found["seconds"], [1.0]))
             row["memory"] = found["memory"]
         elif _out_of_memory(run):
-            row["seconds"] = None
+            row.update(NOT_FITTING)
         else:
             raise RuntimeError(run.stderr[-4000:])
         rows.append(row)
     base = rows[0]["seconds"]
     for row in rows:
-        if row["seconds"] is not None:
-            row["ratio"] = row["seconds"] / base if base else None
+        both = base and row["seconds"]
+        row["ratio"] = row["seconds"] / base if both else None
     return rows
 
 
@@ -390,6 +421,8 @@ def _ratio_cell(row, group):
         return ""
     if row["seconds"] is None:
         return "does not fit"
+    if row["ratio"] is None:
+        return "fits"
     if row["contender"] == FLOOR:
         return f"{1 / row['ratio']:.2f}"
     text = f"{row['ratio']:.2f}"
@@ -405,7 +438,7 @@ def crossover(rows):
     for row in rows:
         if row["contender"] == "exact":
             key = (row["kind"], row["what"], row["jit_compile"])
-            slower = row["seconds"] is None or row["ratio"] > 1
+            slower = row["ratio"] is None or row["ratio"] > 1
             groups.setdefault(key, []).append((row["length"], slower))
     for (kind, what, compiled), found in groups.items():
         lengths = [length for length, slower in sorted(found) if slower]
@@ -461,20 +494,15 @@ def define_flags(flag_values=flags.FLAGS):
     for define, name, default, text in (
         (flags.DEFINE_string, "output_dir", None, "Folder of the results."),
         (flags.DEFINE_list, "levels", ["op", "model"], "Of op, model."),
-        (flags.DEFINE_list, "kinds", list(KINDS), "Kinds of attention."),
+        (flags.DEFINE_list, "kinds", list(KINDS), "Of attention, op."),
         (flags.DEFINE_list, "models", list(MODELS), "Sizes of models."),
-        (
-            flags.DEFINE_list,
-            "lengths",
-            [str(2**n) for n in range(8, 17)],
-            "Tokens.",
-        ),
+        (flags.DEFINE_list, "lengths", None, "Tokens; 256 to 65,536."),
         (flags.DEFINE_list, "jit_compile", ["true", "false"], "XLA, op."),
         (flags.DEFINE_integer, "repeats", 7, "Rounds."),
         (flags.DEFINE_integer, "heads", 8, "H, at the op level."),
         (flags.DEFINE_integer, "dim", 64, "D, at the op level."),
         (flags.DEFINE_integer, "num_features", 256, "M, at the op level."),
-        (flags.DEFINE_bool, "quick", False, "A few lengths, 3 rounds."),
+        (flags.DEFINE_bool, "quick", False, "Two lengths, 3 rounds."),
         (flags.DEFINE_string, "child", None, "Used by the tool itself."),
     ):
         define(name, default, text, flag_values=flag_values)
@@ -499,10 +527,10 @@ class _Settings:
                 )
             setattr(self, name, given)
         try:
-            self.lengths = [int(length) for length in options.lengths]
+            self.lengths = [int(n) for n in options.lengths or ()]
         except ValueError:
             self.lengths = [0]
-        if min(self.lengths) < 1:
+        if min(self.lengths, default=1) < 1:
             raise common.UserError(
                 "--lengths expects positive integers. Received: "
                 f"{options.lengths}"
@@ -510,9 +538,16 @@ class _Settings:
         self.repeats = options.repeats
         self.heads, self.dim = options.heads, options.dim
         self.num_features = options.num_features
+        for name in ("repeats", "heads", "dim", "num_features"):
+            if getattr(self, name) < 1:
+                raise common.UserError(
+                    f"--{name} expects a positive integer. Received: "
+                    f"{getattr(self, name)}"
+                )
         if options.quick:
             self.repeats = min(3, self.repeats)
-            self.lengths = self.lengths[2:6:3] or self.lengths[:1]
+        default = (1024, 8192) if options.quick else LENGTHS
+        self.lengths = self.lengths or default
         self.jit_compile = [text == "true" for text in self.jit_compile]
 
     def jobs(self):

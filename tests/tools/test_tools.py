@@ -2,6 +2,7 @@
 
 import csv
 import json
+import types
 
 import keras
 import numpy as np
@@ -209,6 +210,7 @@ def test_a_benchmark_writes_ratios(tmp_path, capsys):
     table = (tmp_path / "table.md").read_text()
     assert "| bidirectional, forward, without XLA | 64 |" in table
     assert "exact is slower" in table
+    assert "does not fit" not in table
     assert len((tmp_path / "benchmark.csv").read_text().splitlines()) == 7
     assert "over the floor" in capsys.readouterr().out
 
@@ -236,15 +238,41 @@ def test_a_model_is_measured_beside_one_that_does_not_fit(
                 "ratio": 1.0,
             }
         )
-    rows.append({**rows[0], "contender": "exact", "seconds": None})
+    rows.append(
+        {**rows[0], **benchmark.NOT_FITTING, "contender": "exact"}
+    )
     table = benchmark.table(rows)
     assert "does not fit" in table and "GiB" in table
     benchmark.draw(rows, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
+@pytest.mark.parametrize("fitting", ["keras-performer", "exact"])
+def test_models_run_in_processes_of_their_own(fitting, tmp_path, monkeypatch):
+    def run(command, **kwargs):
+        child = json.loads(command[-1].removeprefix("--child="))
+        fits = child["contender"] == fitting
+        return types.SimpleNamespace(
+            returncode=0 if fits else 1,
+            stdout='{"seconds": [2.0, 3.0, 4.0], "memory": 1000}',
+            stderr="" if fits else "ResourceExhaustedError",
+        )
+
+    monkeypatch.setattr(benchmark.subprocess, "run", run)
+    options = types.SimpleNamespace(repeats=3)
+    rows = benchmark.measure_model("small", True, 8, options)
+    assert len(rows) == len(benchmark.MODEL_CONTENDERS)
+    found = {row["contender"]: row["seconds"] for row in rows}
+    assert found.pop(fitting) == 3.0
+    assert set(found.values()) == {None}
+    benchmark._write(rows, tmp_path)
+    text = (tmp_path / "table.md").read_text()
+    assert text.count("does not fit") == len(rows) - 1
+
+
 @pytest.mark.parametrize(
-    "argument", ["--levels=layer", "--lengths=long", "--models=huge"]
+    "argument",
+    ["--levels=layer", "--lengths=long", "--models=huge", "--repeats=0"],
 )
 def test_a_wrong_flag_of_benchmark_is_named(tmp_path, argument):
     options = options_of(benchmark, f"--output_dir={tmp_path}", argument)
