@@ -30,6 +30,9 @@ class ApproximationMonitor(keras.callbacks.Callback):
     - `at_floor`: share of rows with a key whose sum of weights is below its
       floor, so that their output is 0. It should be 0.
 
+    All are about softmax attention of the queries and keys as they are; a map
+    with a trained temperature estimates another one beyond its window.
+
     They are added to the epoch's logs too, and so to the history.
 
     Args:
