@@ -123,10 +123,12 @@ class _Layout:
 
     def __init__(self, x, chunk_size):
         self.length = ops.shape(x)[1]
-        if isinstance(self.length, int):
-            chunk_size = max(1, min(chunk_size, self.length))
-        self.size = chunk_size
-        steps = -(-self.length // chunk_size)
+        self.size = causal.at_least_one(
+            min(chunk_size, self.length)
+            if isinstance(self.length, int)
+            else ops.minimum(chunk_size, self.length)
+        )
+        steps = -(-self.length // self.size)
         self.steps = causal.at_least_one(steps)
 
     def split(self, x):

@@ -484,7 +484,14 @@ def test_o58_lora_trains_the_inner_projections_only(name):
     assert_differs(layer(x), before, least=1e-6)
 
 
-@pytest.mark.parametrize("name", ["favor", "relu-causal", "exact"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "favor",
+        pytest.param("relu-causal", marks=pytest.mark.slow),
+        pytest.param("exact", marks=pytest.mark.slow),
+    ],
+)
 def test_o58_quantized_outputs_are_near(name):
     layer = VARIANTS[name].attention(num_heads=2, key_dim=16)
     model = model_of(layer, shape=(None, 32))

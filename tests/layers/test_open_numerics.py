@@ -45,7 +45,14 @@ def test_o21_float16_with_large_masked_inputs(name):
         assert np.all(np.isfinite(value)), path
 
 
-@pytest.mark.parametrize("name", ["favor", "favor-window", "relu-causal"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "favor",
+        "favor-window",
+        pytest.param("relu-causal", marks=pytest.mark.slow),
+    ],
+)
 def test_o21_float16_learns_with_loss_scaling(name):
     keras.config.set_dtype_policy("mixed_float16")
     inputs = keras.Input((17, 31))
@@ -136,7 +143,7 @@ def test_o23_projections_are_orthogonal_under_every_policy(policy, antithetic):
         ("mixed_bfloat16", "favor+"),
         # JAX on a CPU cannot compile exact attention in float16.
         ("mixed_bfloat16", "exact"),
-        ("mixed_float16", "relu"),
+        pytest.param("mixed_float16", "relu", marks=pytest.mark.slow),
         pytest.param("float64", "favor+", marks=FLOAT64),
     ],
 )
