@@ -68,6 +68,9 @@ def variants(window, num_features):
         "favor+ trained weight from 0.1": feature_maps.FavorPlus(
             far_weight=0.1
         ),
+        "favor+ trained weight from 0.02": feature_maps.FavorPlus(
+            far_weight=0.02
+        ),
         "favor+ trained weight, temperature": feature_maps.FavorPlus(
             temperature=1.0, far_weight=1.0
         ),
