@@ -57,6 +57,14 @@ def tensorflow_only(request):
         pytest.skip(reason)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled():
+    """Drops what JAX has compiled: it keeps thousands of programs else."""
+    yield
+    if not ON_TENSORFLOW:
+        jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def fresh_state():
     """Undoes what a test leaves in Keras's global state."""
