@@ -24,7 +24,15 @@ from keras_performer import feature_maps
 
 # The weights that AdamW must not pull towards zero: Keras matches these words
 # in the names of the variables.
-WITHOUT_DECAY = ("bias", "gamma", "beta", "embedding")
+WITHOUT_DECAY = (
+    "bias",
+    "gamma",
+    "beta",
+    "embedding",
+    # Their zero is no weaker weight, but a weight of 1.
+    "log_far_weight",
+    "log_temperature",
+)
 
 
 class UserError(ValueError):

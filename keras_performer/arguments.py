@@ -82,13 +82,6 @@ def get_seed(seed):
     )
 
 
-def first_seed(seed):
-    """The integer behind a seed, of 31 bits."""
-    if isinstance(seed, keras.random.SeedGenerator):
-        seed = seed.get_config()["seed"]
-    return int(seed) % 2**31
-
-
 def dropout_generator(rate, seed, offset=0):
     """The generator of a layer's dropout masks, `None` without dropout."""
     if rate == 0 or isinstance(seed, keras.random.SeedGenerator):

@@ -109,13 +109,20 @@ def measure_approximation(model, probe):
     """
     layers = _approximate_layers(model)
     calls = [[] for _ in layers]
+    # What is recomputed is traced, and would keep no arrays.
+    every = list(model._flatten_layers())
+    modes = [getattr(layer, "_remat_mode", None) for layer in every]
     for layer, its_calls in zip(layers, calls):
         layer._probe = its_calls.append
+    for layer in every:
+        layer._remat_mode = None
     try:
         model(probe, training=False)
     finally:
         for layer in layers:
             layer._probe = None
+        for layer, mode in zip(every, modes):
+            layer._remat_mode = mode
     values = {}
     for layer, its_calls in zip(layers, calls):
         # A layer that is called more than once counts as one.
@@ -162,10 +169,11 @@ def _measure(layer, query, key, value, query_mask, key_mask, causal):
     mean = np.sum(scores * seen, axis=-1, keepdims=True) / count
     variance = np.sum(np.square(scores - mean) * seen, -1) / count[..., 0]
     several = np.broadcast_to(count[..., 0] > 1, variance.shape)
+    # Of rows that see one key each there is no spread: as flat as can be.
+    spread = np.sqrt(np.sum(variance * several) / max(np.sum(several), 1))
     values = {
         "phi": np.mean(phi),
-        "temperature": 1.0
-        / np.maximum(np.sqrt(np.mean(variance[several])), 1e-12),
+        "temperature": 1.0 / max(spread, 1e-12),
         "at_floor": np.mean(np.abs(_array(totals)[some]) < 0.5),
     }
     if layer.feature_map.estimates_softmax or layer.feature_map.allows_window:

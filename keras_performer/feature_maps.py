@@ -30,6 +30,11 @@ PACKAGE = "keras_performer"
 # far part in a few hundred steps, not in thousands.
 LOG_SCALE = 10.0
 
+# A of FAVOR++ grows with phi, and logarithms of features with A |w|^2: beyond
+# this phi of a coordinate they would lose their digits in float32. The estimate
+# is unbiased for every A, and long of no use there.
+LARGEST_PHI = 1e3
+
 
 class WeightSpec(NamedTuple):
     """A weight that a layer keeps for its feature map, in float32.
@@ -271,7 +276,10 @@ class FavorPlus(_Projected):
         far_weight: Number above 0, the first value of a trained factor for
             each head on all that is seen through features, against what a
             local window sees exactly. It cancels where there is no window.
-            `None` is the unbiased estimate of the whole.
+            `None` is the unbiased estimate of the whole. Both trained
+            numbers are kept as logarithms (`log_far_weight`,
+            `log_temperature`): leave them out of a weight decay, which would
+            pull the numbers towards 1.
 
     Raises:
         TypeError: If one of the first four arguments is not a boolean.
@@ -413,7 +421,8 @@ class FavorPlusPlus(FavorPlus):
         if "log_temperature" in weights:
             log = LOG_SCALE * weights["log_temperature"]
             phi = phi * ops.exp(2.0 * log)
-        return {"a": optimal_a(phi, mean_x.shape[-1])}
+        dim = mean_x.shape[-1]
+        return {"a": optimal_a(ops.minimum(phi, LARGEST_PHI * dim), dim)}
 
     def _squares(self, square_x, square_y):
         """Mean squares of x and of y as the features see them, added."""
@@ -652,7 +661,8 @@ class GeneralizedKernel(FeatureMap):
     Raises:
         TypeError: If `activation` is neither a name nor callable, or
             `projected` no boolean.
-        ValueError: If the name is unknown or `epsilon` is negative.
+        ValueError: If the name is unknown or `epsilon` is negative or not
+            finite.
 
     Reference:
 
@@ -673,9 +683,11 @@ class GeneralizedKernel(FeatureMap):
                 "expected a name or a function. Received: "
                 f"activation={activation!r}"
             )
-        if not isinstance(epsilon, (int, float)) or not epsilon >= 0:
+        number = isinstance(epsilon, (int, float))
+        number = number and not isinstance(epsilon, bool)
+        if not number or not 0 <= epsilon < math.inf:
             raise arguments.invalid(
-                "epsilon", "a number of at least 0", epsilon
+                "epsilon", "a finite number of at least 0", epsilon
             )
         arguments.check_boolean("projected", projected)
         self.activation = activation

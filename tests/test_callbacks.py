@@ -129,6 +129,30 @@ def test_rows_at_the_floor_are_counted():
     assert values["attention/at_floor"] == 1.0
 
 
+def test_what_is_recomputed_is_measured_too():
+    x = normal(2, 5, 8)
+    plain = model_of(PerformerBlock(2, 5, num_features=16, name="one"))
+    with keras.RematScope(mode="full"):
+        layer = PerformerBlock(2, 5, num_features=16, name="one")
+    recomputed = model_of(layer)
+    recomputed.set_weights(plain.get_weights())
+    values = measure_approximation(recomputed, x)
+    expected = measure_approximation(plain, x)
+    assert values.keys() == expected.keys()
+    np.testing.assert_allclose(
+        list(values.values()), list(expected.values()), rtol=1e-5
+    )
+    # It is recomputed still.
+    assert layer._remat_mode.mode == "full"
+
+
+def test_one_token_has_no_spread():
+    layer = PerformerAttention(2, 4, num_features=16, name="attention")
+    values = measure_approximation(model_of(layer), normal(2, 1, 8))
+    assert np.all(np.isfinite(list(values.values())))
+    assert values["attention/temperature"] >= 1e9
+
+
 def test_wrong_use_is_an_error():
     with pytest.raises(ValueError, match="argument `every`"):
         callbacks.ApproximationMonitor(None, every=0)

@@ -103,6 +103,22 @@ def test_names():
             lambda: feature_maps.LearnedFeatures().weight_specs(1, 5, 4),
             "num_features",
         ),
+        *(
+            (
+                lambda name=name: keras_performer.PerformerAttention(
+                    2, 4, feature_map=name, num_features=5
+                ),
+                "num_features",
+            )
+            for name in ("trig", "hedgehog")
+        ),
+        *(
+            (
+                lambda e=e: feature_maps.GeneralizedKernel(epsilon=e),
+                "epsilon",
+            )
+            for e in (-1.0, np.inf, np.nan, True, "1")
+        ),
     ],
 )
 def test_a_wrong_argument_of_a_map_is_named(make, argument):

@@ -224,11 +224,17 @@ def main(options=flags.FLAGS):
         counts = [int(m) for m in options.num_features]
     except ValueError:
         counts = [0]
-    if not all(m > 0 and m % 2 == 0 for m in counts):
+    if not counts or not all(m > 0 and m % 2 == 0 for m in counts):
         raise common.UserError(
             "--num_features expects even numbers. Received: "
             f"{options.num_features}"
         )
+    for name, least in (("draws", 1), ("length", 1), ("dim", 2)):
+        if getattr(options, name) < least:
+            raise common.UserError(
+                f"--{name} expects an integer of at least {least}. Received: "
+                f"{getattr(options, name)}"
+            )
     if options.model is not None:
         inputs = model_inputs(options.model, options.text, options.length)
         title = f"a trained model, L={options.length}"

@@ -88,6 +88,13 @@ def variants(window, num_features):
     found["pure favor+"] = Variant("favor+", 0, num_features)
     found["pure hedgehog"] = Variant("hedgehog", 0, num_features)
     found["favor+ redraw"] = Variant("favor+", window, num_features, 50)
+    for weight in ("0.1", "0.02"):
+        found[f"favor+ redraw from {weight}"] = Variant(
+            maps[f"favor+ trained weight from {weight}"],
+            window,
+            num_features,
+            50,
+        )
     return found
 
 
@@ -394,7 +401,12 @@ def main(options=flags.FLAGS):
 
     def comparable():
         """Finished runs of these settings; others are kept, not shown."""
-        return [r for r in read_results(path) if same.items() <= r.items()]
+        return [
+            run
+            for run in read_results(path)
+            if same.items() <= run.items()
+            and run.get("tokens", options.tokens) == options.tokens
+        ]
 
     for number, (seed, task, name) in enumerate(grid, start=1):
         text = task.startswith("text")

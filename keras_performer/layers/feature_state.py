@@ -5,13 +5,15 @@ import random
 import keras
 from keras import ops
 
-from keras_performer import arguments
 from keras_performer.layers.steps import TrainingSteps
 from keras_performer.layers.steps import redraw_if_due
 from keras_performer.ops.projections import StepSeed
 
 # Share that running statistics of the inputs keep at each training step.
 STATISTICS_MOMENTUM = 0.99
+# Keeps redraws apart from dropout, whose masks may have the same seed and
+# count: the golden ratio in 31 bits.
+REDRAW = 0x4F1BBCDC
 
 
 class FeatureState(TrainingSteps):
@@ -27,6 +29,11 @@ class FeatureState(TrainingSteps):
         self._projection_seed = self.seed
         if self.seed is None:
             self._projection_seed = random.randint(1, 10**9)
+        if isinstance(self.seed, keras.random.SeedGenerator):
+            # One for each layer that shares the generator, for redraws too.
+            self._projection_seed = int(
+                keras.random.randint((), 0, 2**31 - 1, seed=self.seed)
+            )
         self._draws_by_hand = 0
         self.projection = None
         self._feature_weights = {}
@@ -59,7 +66,7 @@ class FeatureState(TrainingSteps):
 
     def _add_feature_weights(self):
         """The feature map's own weights and statistics, redraw's state."""
-        first_seed = arguments.first_seed(self._projection_seed)
+        first_seed = self._projection_seed % 2**31
         specs = self.feature_map.weight_specs(
             self.num_heads, self.num_features, self.key_dim, first_seed
         )
@@ -81,7 +88,7 @@ class FeatureState(TrainingSteps):
                 name="redraw_state",
                 shape=(2,),
                 initializer=lambda shape, dtype: ops.convert_to_tensor(
-                    [first_seed, 0], dtype=dtype
+                    [first_seed ^ REDRAW, 0], dtype=dtype
                 ),
                 dtype="int32",
                 trainable=False,
@@ -130,7 +137,7 @@ class FeatureState(TrainingSteps):
             )
         if seed is None:
             self._draws_by_hand += 1
-            first = arguments.first_seed(self._projection_seed)
+            first = (self._projection_seed % 2**31) ^ REDRAW
             # Steps count up from 0; these count down from the largest.
             seed = StepSeed([first, 2**31 - self._draws_by_hand])
         self.projection.assign(self._draw(seed))
@@ -158,8 +165,12 @@ class FeatureState(TrainingSteps):
 
     def _adapt(self, momentum):
         """Sets the feature map's weights as the tokens seen so far say."""
-        sums = momentum * ops.convert_to_tensor(self._statistics)
-        sums = sums + ops.convert_to_tensor(self._observed)
+        observed = ops.convert_to_tensor(self._observed)
+        # A step that overflowed is left out, as by a loss-scaling optimizer.
+        observed = ops.where(
+            ops.all(ops.isfinite(observed)), observed, ops.zeros_like(observed)
+        )
+        sums = momentum * ops.convert_to_tensor(self._statistics) + observed
         self._statistics.assign(sums)
         # Or a step that does not come here would count twice.
         self._observed.assign(ops.zeros_like(sums))
@@ -236,7 +247,7 @@ def calibrate(model, data):
 
     Raises:
         ValueError: If no layer's feature map adapts to its inputs, or there
-            is no data.
+            is no data, or its queries or keys are not finite.
     """
     layers = [
         layer
@@ -266,6 +277,14 @@ def calibrate(model, data):
                 batch = keras.utils.unpack_x_y_sample_weight(batch)[0]
             model(batch, training=False)
             for layer in layers:
+                if not ops.convert_to_numpy(
+                    ops.all(ops.isfinite(layer._observed))
+                ):
+                    raise ValueError(
+                        "Received an invalid value for argument `data`, "
+                        "expected queries and keys whose squares are finite. "
+                        f"Received: others, in {layer.path}"
+                    )
                 layer._adapt(momentum=1.0)
             batch = next(batches, None)
     finally:

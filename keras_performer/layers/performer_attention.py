@@ -50,7 +50,9 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
         redraw_interval: Training steps between new projections; `None`
             keeps the first. Draws follow from the seed and the number of
             steps, both saved with the weights, so that replicas agree and a
-            resumed run continues. Inference never draws.
+            resumed run continues. Inference never draws. A step is a call
+            of the outermost model with `training=True`; a layer that is
+            frozen takes none.
         local_window: W. A causal softmax map sees the own and the previous
             block of W tokens exactly, and all before by features: up to 2 W
             tokens that is exact attention. `None`: 128 for those maps, 0 for
@@ -168,9 +170,10 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
             "redraw_interval", redraw_interval, optional=True
         )
         feature_map = feature_maps.get(feature_map)
-        if redraw_interval and not feature_map.projection_shape(
-            num_features, key_dim
-        ):
+        # Here, and not when the layer is built, a map refuses such sizes.
+        feature_map.weight_specs(num_heads, num_features, key_dim)
+        rows = feature_map.projection_shape(num_features, key_dim)
+        if redraw_interval and not rows:
             raise arguments.invalid(
                 "redraw_interval",
                 "None for a feature map that draws no projection, as "

@@ -16,6 +16,8 @@ from keras_performer.ops import chunks
 # belongs to a chunk stays in a cache.
 DEFAULT_CHUNK_SIZE = 128
 DEFAULT_BIDIRECTIONAL_CHUNK_SIZE = 256
+
+FLOAT16_MAX = 65504.0
 # Blocks of a local window in one step of the loop, which the graph holds one
 # by one.
 MOST_BLOCKS = 8
@@ -160,7 +162,7 @@ def kernel_attention(
         _cast_all(weights, query),
         chunk_size or DEFAULT_BIDIRECTIONAL_CHUNK_SIZE,
     )
-    return ops.cast(output, dtype)
+    return _output_cast(output, dtype)
 
 
 def causal_kernel_attention(
@@ -251,7 +253,7 @@ def causal_kernel_attention(
         initial_state,
         return_state,
     )
-    output = ops.cast(output, dtype)
+    output = _output_cast(output, dtype)
     return (output, state) if return_state else output
 
 
@@ -467,6 +469,17 @@ def _prepare(query, key, value, key_mask):
     key = ops.where(keep, key, ops.zeros_like(key))
     values = ops.where(keep, values, ops.zeros_like(values))
     return query, key, values
+
+
+def _output_cast(output, dtype):
+    """In the dtype of the values, and finite in it.
+
+    Weights of both signs may sum up to almost nothing, and their quotient be
+    beyond float16's range.
+    """
+    if keras.backend.standardize_dtype(dtype) == "float16":
+        output = ops.clip(output, -FLOAT16_MAX, FLOAT16_MAX)
+    return ops.cast(output, dtype)
 
 
 def _core_cast(projection, like):

@@ -181,8 +181,23 @@ def test_o33_every_spelling_of_a_seed_redraws_alike(seed):
             np.testing.assert_array_equal(one, other)
 
 
+def test_layers_that_share_a_generator_draw_apart():
+    generator = keras.random.SeedGenerator(7)
+    layers = [attention(1, seed=generator) for _ in range(2)]
+    for layer in layers:
+        layer.build(X.shape)
+    for _ in range(3):
+        assert_differs(*[projection(layer) for layer in layers])
+        for layer in layers:
+            layer(X, training=True)
+    for layer in layers:
+        layer.redraw_projection()
+    assert_differs(*[projection(layer) for layer in layers])
+
+
+@pytest.mark.parametrize("feature_map", ["favor+", "favor++"])
 @MOSTLY_BLOCKS
-def test_two_times_two_epochs_equal_four(make, tmp_path):
+def test_two_times_two_epochs_equal_four(make, feature_map, tmp_path):
     # Eight steps in all, redrawn at 3 and 6: the file is written between.
     x = np.concatenate([X] * 2)
 
@@ -191,7 +206,7 @@ def test_two_times_two_epochs_equal_four(make, tmp_path):
             x, x, batch_size=8, epochs=epochs, shuffle=False, verbose=0
         )
 
-    straight = model_of(make(3, seed=None))
+    straight = model_of(make(3, seed=None, feature_map=feature_map))
     straight.save(tmp_path / "first.keras")
     fit(straight, 4)
     resumed = keras.models.load_model(tmp_path / "first.keras")

@@ -7,7 +7,6 @@ import pytest
 import keras_performer
 from keras_performer.layers import PerformerAttention
 from keras_performer.layers import PerformerBlock
-from tests.ops.gradients import differentiate
 from tests.testing import ON_TENSORFLOW
 from tests.testing import assert_close
 from tests.testing import assert_differs
@@ -31,10 +30,10 @@ def a_of(layer):
     return to_numpy(layer._feature_weights["a"])
 
 
-def expected_a(layer, x, mask=None):
+def expected_a(layer, x, mask=None, scale=1.0):
     """A of each head for all valid pairs of queries and keys, literally."""
     valid = np.ones(x.shape[:2], "bool") if mask is None else mask
-    size = layer.key_dim**-0.25
+    size = scale * layer.key_dim**-0.25
     q, k = (to_numpy(f(x))[valid] * size for f in (layer.query, layer.key))
     pairs = q[:, None] + k[None, :]  # [n, n, H, D]
     phi = np.mean(np.sum(np.square(pairs), axis=-1), axis=(0, 1))
@@ -114,12 +113,75 @@ def test_masked_tokens_are_not_seen():
 def test_the_future_does_not_change_the_past_in_training(name):
     layer = attention(name)
     layer(X, training=True)
-    cotangent = np.zeros((4, 7, 12), "float32")
-    cotangent[:, :3] = 1.0
-    run = differentiate(lambda x: layer(x, training=True), "graph")
-    gradient = run([X], cotangent)[1]
-    assert np.all(gradient[:, 3:] == 0.0)
-    assert np.any(gradient[:, :3] != 0.0)
+    before = layer.get_weights()
+    other = X.copy()
+    other[:, 3:] *= 5.0
+    outputs = []
+    for x in (X, other):
+        layer.set_weights(before)
+        outputs.append(to_numpy(layer(x, training=True)))
+    np.testing.assert_array_equal(outputs[0][:, :3], outputs[1][:, :3])
+    assert_differs(outputs[0][:, 3:], outputs[1][:, 3:])
+
+
+def test_scaling_follows_queries_and_keys_of_its_head():
+    layer = attention("favor#")
+    rng = np.random.default_rng(2)
+    for dense, size in ((layer.query, 0.2), (layer.key, 2.0)):
+        kernel = rng.normal(size=dense.kernel.shape)
+        dense.kernel.assign(size * kernel.astype("float32"))
+    layer.calibrate(X)
+    size = layer.key_dim**-0.25
+    squares_x, squares_y = (
+        np.mean(np.square(to_numpy(f(X)) * size), axis=(0, 1))
+        for f in (layer.query, layer.key)
+    )  # [H, D]
+    weights = {k: to_numpy(v) for k, v in layer._feature_weights.items()}
+    psi = (squares_y / squares_x) ** 0.25
+    assert np.all(psi > 1)
+    assert_close(weights["log_psi"], np.log(psi), 1e-5)
+    mean_x, mean_y = (
+        np.mean(to_numpy(f(X)) * size, axis=(0, 1))
+        for f in (layer.query, layer.key)
+    )
+    scaled = np.square(psi) * squares_x + squares_y / np.square(psi)
+    phi = np.sum(scaled + 2 * mean_x * mean_y, axis=-1)
+    expected = to_numpy(keras_performer.ops.optimal_a(phi, 4))
+    assert_close(weights["a"], expected, 1e-5)
+
+
+def test_the_best_a_is_that_of_the_trained_temperature():
+    layer = attention(keras_performer.FavorPlusPlus(temperature=1.7))
+    layer.calibrate(X)
+    expected = expected_a(layer, X, scale=1.7)
+    assert_close(a_of(layer), expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["favor++", "favor#"])
+def test_a_step_that_overflows_is_left_out(name):
+    layer = attention(name)
+    layer(X, training=True)
+    layer(X, training=True)
+    before = a_of(layer)
+    for broken in (np.inf, np.nan, 1e30):
+        x = X.copy()
+        x[0, 0, 0] = broken
+        layer(x, training=True)
+    layer(X, training=True)
+    for weight in layer.non_trainable_weights:
+        assert np.all(np.isfinite(to_numpy(weight)))
+    # The average of what is finite: nothing but X was seen.
+    assert_close(a_of(layer), before, 1e-5)
+    with pytest.raises(ValueError, match="argument `data`.*finite"):
+        layer.calibrate(x)
+
+
+def test_huge_inputs_leave_features_finite():
+    layer = attention()
+    layer.calibrate(X * 1e8)
+    assert np.all(np.isfinite(a_of(layer)))
+    assert np.all(np.isfinite(to_numpy(layer(X))))
+    assert np.all(np.abs(to_numpy(layer(X))) > 0)
 
 
 @pytest.mark.tensorflow_only("MirroredStrategy is TensorFlow's")

@@ -226,6 +226,105 @@ def test_bidirectional_equals_the_matrix_under_xla(mode):
     assert_equal(actual, case.oracle(case.mask))
 
 
+MAPS = [
+    *feature_maps.ACTIVATIONS,
+    "trig",
+    feature_maps.GeneralizedKernel(keras.ops.softplus),
+    feature_maps.GeneralizedKernel("relu", projected=False),
+    feature_maps.FavorPlus(antithetic=False),
+    feature_maps.FavorPlus(antithetic=False, orthogonal=False),
+    feature_maps.FavorPlus(regularized=True, simplex=True),
+]
+
+
+@pytest.mark.parametrize(
+    "mode", ["graph", pytest.param(XLA_MODES[0], marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_every_map_equals_the_matrix(feature_map, mode):
+    case = Draw(feature_map, 37, features=FEATURES + 1)  # even, for "trig"
+
+    def both(fast):
+        def function(*tensors):
+            return keras.ops.concatenate(
+                [attend(*tensors) for attend in fast], axis=-1
+            )
+
+        return function
+
+    def attend(function, **kwargs):
+        return lambda *tensors: function(
+            *tensors, case.mask, feature_map=case.feature_map, **kwargs
+        )
+
+    cotangent = np.concatenate([case.cotangent, -case.cotangent], axis=-1)
+    fast = differentiate(
+        both(
+            [
+                attend(
+                    function, projection=case.projection, chunk_size=CHUNK
+                )
+                for function in (
+                    ops.causal_kernel_attention,
+                    ops.kernel_attention,
+                )
+            ]
+        ),
+        mode,
+    )
+    projection = case.projection
+    if projection is not None:
+        projection = projection.astype("float64")
+    slow = differentiate(
+        both(
+            [
+                lambda q, k, v, causal=causal: reference.attention(
+                    q,
+                    k,
+                    v,
+                    case.feature_map,
+                    projection,
+                    key_mask=case.mask,
+                    causal=causal,
+                )
+                for causal in (True, False)
+            ]
+        )
+    )
+    assert_equal(
+        fast(case.arrays, cotangent), slow(case.arrays64, cotangent)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_weights_that_cancel_give_a_finite_output(causal, dtype):
+    # Two keys whose weights are 1 and -1 + 1e-4: a denominator of 1e-4.
+    query = np.ones((1, 2, 1, 1))
+    key = np.array([1.0, -1.0 + 1e-4]).reshape(1, 2, 1, 1)
+    value = np.array([9.0, -9.0]).reshape(1, 2, 1, 1)
+    arrays = [x.astype("float32") for x in (query, key, value)]
+    attend = ops.causal_kernel_attention if causal else ops.kernel_attention
+
+    def function(q, k, v):
+        output = attend(
+            q,
+            k,
+            keras.ops.cast(v, dtype),
+            feature_map=feature_maps.GeneralizedKernel(
+                "identity", epsilon=0.0, projected=False
+            ),
+        )
+        return keras.ops.cast(output, "float32")
+
+    results = differentiate(function, "graph")(arrays, np.ones((1, 2, 1, 1)))
+    for result in results:
+        assert np.all(np.isfinite(result))
+    expected = {"float16": 65504.0, "float32": 18.0 / 1e-4}[dtype]
+    # The difference of two numbers near 1 has an error of 2^-24 of them.
+    np.testing.assert_allclose(results[0][0, -1], expected, rtol=2e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "window", "chunk"), [*CAUSAL, ("favor+", None, CHUNK)]
 )

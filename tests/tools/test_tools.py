@@ -179,6 +179,9 @@ def test_errors_on_the_activations_of_a_model(tmp_path):
         "--estimators=best",
         "--num_features=7",
         "--num_features=many",
+        "--num_features=",
+        "--draws=0",
+        "--dim=1",
         "--model=missing.keras",
     ],
 )
