@@ -71,12 +71,6 @@ def variants(window, num_features):
         "favor+ trained weight from 0.02": feature_maps.FavorPlus(
             far_weight=0.02
         ),
-        "favor+ trained weight, temperature": feature_maps.FavorPlus(
-            temperature=1.0, far_weight=1.0
-        ),
-        "favor++ trained weight, temperature": feature_maps.FavorPlusPlus(
-            temperature=1.0, far_weight=1.0
-        ),
         "regularized": feature_maps.FavorPlus(regularized=True),
         "hedgehog": feature_maps.LearnedFeatures(),
         "hedgehog from 0.1": feature_maps.LearnedFeatures(far_weight=0.1),
@@ -87,14 +81,16 @@ def variants(window, num_features):
     }
     found["pure favor+"] = Variant("favor+", 0, num_features)
     found["pure hedgehog"] = Variant("hedgehog", 0, num_features)
-    found["favor+ redraw"] = Variant("favor+", window, num_features, 50)
-    for weight in ("0.1", "0.02"):
-        found[f"favor+ redraw from {weight}"] = Variant(
-            maps[f"favor+ trained weight from {weight}"],
-            window,
-            num_features,
-            50,
-        )
+    redrawn = {
+        "favor+ redraw": "favor+",
+        "favor+ redraw from 0.1": maps["favor+ trained weight from 0.1"],
+        "favor++ redraw from 0.1": feature_maps.FavorPlusPlus(far_weight=0.1),
+        "favor+ redraw from 0.1 with temperature": feature_maps.FavorPlus(
+            temperature=0.5, far_weight=0.1
+        ),
+    }
+    for name, value in redrawn.items():
+        found[name] = Variant(value, window, num_features, redraw_interval=50)
     return found
 
 
