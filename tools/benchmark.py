@@ -10,7 +10,13 @@ r"""Measures time and memory, as ratios against others in the same run.
   large matrix product, plus that of as many exponentials, both measured in the
   same round (`work` says how many);
 - exact attention, `keras.ops.dot_product_attention`, which is what
-  `keras.layers.MultiHeadAttention` computes.
+  `keras.layers.MultiHeadAttention` computes;
+- attention that returns the values;
+- where they are installed, `performer-pytorch` (without XLA, and without
+  windows) and the `KernelAttention` of `tf-models-official` (bidirectional; in
+  its causal form it sees a few chunks only), through their own functions.
+  `pip install performer-pytorch`; `pip install --no-deps tf-models-official
+  tf-keras` and what that asks for.
 
 `--levels=model` measures one `train_on_batch` of whole models, batch 1, each
 in a process of its own, with its peak resident memory, against the same model
@@ -22,9 +28,11 @@ the median of the ratios of single rounds. `OUTPUT_DIR` receives
 `benchmark.png`, as Figure 3 of https://arxiv.org/abs/2009.14794.
 """
 
+import contextlib
 import csv
 import functools
 import gc
+import io
 import json
 import os
 import subprocess
@@ -190,10 +198,81 @@ def exact(kind, case):
     )
 
 
+def returns_values(kind, case):
+    return tensorflow_run(
+        lambda q, k, v: v + 1e-9 * (q + k),
+        case["arrays"],
+        case["gradient"],
+        case["jit_compile"],
+    )
+
+
+def performer_pytorch(kind, case):
+    if kind == "window":
+        return None
+    try:
+        import torch
+        from performer_pytorch import FastAttention
+    except ImportError:
+        return None
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    with contextlib.redirect_stdout(io.StringIO()):  # tells of its CUDA code
+        attend = FastAttention(
+            case["dim"], case["num_features"], causal=kind == "causal"
+        )
+    # It scales queries and keys itself, as ours were before.
+    size = case["dim"] ** 0.25
+    q, k, v = (
+        torch.tensor(np.swapaxes(x, 1, 2) * scale)
+        for x, scale in zip(case["arrays"], (size, size, 1.0))
+    )
+
+    def forward():
+        with torch.no_grad():
+            return attend(q, k, v).sum().item()
+
+    def both():
+        tensors = [x.clone().requires_grad_() for x in (q, k, v)]
+        attend(*tensors).square().sum().backward()
+        return sum(x.grad.sum() for x in tensors).item()
+
+    return both if case["gradient"] else forward
+
+
+def kernel_attention(kind, case):
+    if kind != "bidirectional":
+        return None
+    try:
+        from official.nlp.modeling.layers.kernel_attention import (
+            KernelAttention,
+        )
+    except ImportError:
+        return None
+    layer = KernelAttention(
+        num_heads=case["heads"],
+        key_dim=case["dim"],
+        num_random_features=case["num_features"],
+        scale=1.0,
+    )
+    attend = functools.partial(
+        layer._compute_attention,
+        feature_transform="exp",
+        is_short_seq=False,
+    )
+    return tensorflow_run(
+        attend, case["arrays"], case["gradient"], case["jit_compile"]
+    )
+
+
 CONTENDERS = {
     OURS: ours,
+    "returns the values": returns_values,
     "exact": exact,
+    "performer-pytorch": performer_pytorch,
+    "KernelAttention": kernel_attention,
 }
+# These are left out where they cannot run; others "do not fit".
+OPTIONAL = ("performer-pytorch", "KernelAttention")
 
 
 def _fits(num_bytes):
@@ -253,6 +332,7 @@ def measure_op(kind, gradient, jit_compile, length, unit, options):
             **(_statistics(times, seconds[OURS]) if times else NOT_FITTING),
         }
         for name, times in seconds.items()
+        if times or name not in OPTIONAL
     ]
 
 
