@@ -38,6 +38,14 @@ setup(
         # with: later libtpu releases stop it at import.
         "tpu": ["tensorflow-tpu==2.20.0", "libtpu==0.0.31"],
         "jax": ["jax>=0.5"],
+        # The TPU's compiler, which runs on any x86 machine, and the jax whose
+        # private parts `tools/compile_for_tpu.py` reaches it through. Its
+        # licence is Google Cloud's.
+        "tpu-compiler": [
+            "jax==0.10.2",
+            "jaxlib==0.10.2",
+            "libtpu==0.0.52",
+        ],
         "examples": EXAMPLES,
         "test": EXAMPLES + ["pytest>=8.0", "pytest-xdist>=3.6", "jax==0.10.2"],
     },

@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Where libtpu is installed for its compiler, there is no TPU to run on.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests compile much and run little: these leave XLA's own passes as they are,
 # and LLVM's out, which compiles several times as fast and computes the same.
 os.environ.setdefault(

@@ -71,28 +71,29 @@ def test_a_train_step_compiles(dtype, causal, topology):
     assert compiled.flops > 0
 
 
-def gradient_of(layer, length):
-    """Compiles the gradient of a layer, d=128, for one core of 15.75 GiB."""
+def gradient_of(layer, length, topology="v5e:1x1"):
+    """Compiles the gradient of a layer, d=128, for one core."""
     x = keras.Input((length, 128))
     model = keras.Model(x, layer(x))
     inputs = compile_for_tpu.example_input(model, 1, length)
-    return compile_for_tpu.compile_step(model, "gradient", inputs, "v5e:1x1")
+    return compile_for_tpu.compile_step(model, "gradient", inputs, topology)
 
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("causal", [True, False])
 def test_long_sequences_take_linear_memory(causal):
-    def temporaries(length):
+    def temporaries(length, topology):
         layer = keras_performer.PerformerAttention(8, 16, causal=causal)
-        compiled = gradient_of(layer, length)
+        compiled = gradient_of(layer, length, topology)
         assert compiled.fits
         return compiled.temporary_bytes
 
-    long = temporaries(65536)
-    assert long < GIGABYTE
-    # What does not depend on the length makes the ratio smaller than 2, and
-    # rounding up to whole tiles larger.
-    assert long <= 2.1 * temporaries(32768)
+    assert temporaries(65536, "v5e:1x1") < GIGABYTE
+    # On a v2, whose vector memory is small: elsewhere short sequences partly
+    # fit into it, and what lies there is not counted. What does not depend on
+    # the length makes the ratio smaller than 2, and whole tiles larger.
+    once = temporaries(65536, "v2:2x2x1")
+    assert temporaries(131072, "v2:2x2x1") <= 2.1 * once
 
 
 class SelfAttention(keras.layers.Layer):
