@@ -117,6 +117,9 @@ class FeatureState(TrainingSteps):
     def redraw_projection(self, seed=None):
         """Draws a new projection at once.
 
+        In a compiled function it would draw the same one at every run: call
+        it outside, or use `redraw_interval`.
+
         Args:
             seed: Integer; `None` continues a sequence that follows from the
                 layer's seed, apart from that of `redraw_interval`. A layer
