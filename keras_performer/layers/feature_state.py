@@ -1,6 +1,7 @@
 """What a layer keeps for its feature map: projection, weights, statistics."""
 
 import random
+import weakref
 
 import keras
 from keras import ops
@@ -14,6 +15,9 @@ STATISTICS_MOMENTUM = 0.99
 # Keeps redraws apart from dropout, whose masks may have the same seed and
 # count: the golden ratio in 31 bits.
 REDRAW = 0x4F1BBCDC
+# Layers that have taken their seed from a generator, for each generator: those
+# that share one draw apart.
+_layers_of = weakref.WeakKeyDictionary()
 
 
 class FeatureState(TrainingSteps):
@@ -30,10 +34,11 @@ class FeatureState(TrainingSteps):
         if self.seed is None:
             self._projection_seed = random.randint(1, 10**9)
         if isinstance(self.seed, keras.random.SeedGenerator):
-            # One for each layer that shares the generator, for redraws too.
-            self._projection_seed = int(
-                keras.random.randint((), 0, 2**31 - 1, seed=self.seed)
-            )
+            # Its own state cannot be read where a layer is made in a graph.
+            count = _layers_of.get(self.seed, 0)
+            _layers_of[self.seed] = count + 1
+            first = self.seed.get_config()["seed"]
+            self._projection_seed = (first + count * REDRAW) % 2**31
         self._draws_by_hand = 0
         self.projection = None
         self._feature_weights = {}

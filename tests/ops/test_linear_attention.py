@@ -226,8 +226,12 @@ def test_bidirectional_equals_the_matrix_under_xla(mode):
     assert_equal(actual, case.oracle(case.mask))
 
 
+# Of these the weights have both signs. A sum that cancels would multiply the
+# rounding of its terms, whatever the algorithm: here all are positive.
+SIGNED = ("cos", "tanh", "identity", "gelu")
 MAPS = [
-    *feature_maps.ACTIVATIONS,
+    *(name for name in feature_maps.ACTIVATIONS if name not in SIGNED),
+    *(feature_maps.GeneralizedKernel(name, epsilon=5.0) for name in SIGNED),
     "trig",
     feature_maps.GeneralizedKernel(keras.ops.softplus),
     feature_maps.GeneralizedKernel("relu", projected=False),
@@ -238,11 +242,13 @@ MAPS = [
 
 
 @pytest.mark.parametrize(
-    "mode", ["graph", pytest.param(XLA_MODES[0], marks=pytest.mark.slow)]
+    "mode", [MODES[0], pytest.param(XLA_MODES[0], marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("feature_map", MAPS)
 def test_every_map_equals_the_matrix(feature_map, mode):
-    case = Draw(feature_map, 37, features=FEATURES + 1)  # even, for "trig"
+    # For "trig" an even number, and estimates of exp(x.y) far from 0.
+    scale = 0.3 if feature_map == "trig" else 1.0
+    case = Draw(feature_map, 37, scale=scale, features=FEATURES + 1)
 
     def both(fast):
         def function(*tensors):

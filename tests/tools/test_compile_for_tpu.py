@@ -163,14 +163,15 @@ def test_missing_and_other_versions_are_named(installed, state, monkeypatch):
 
 def test_boolean_constants_are_written_a_byte_each():
     tf = pytest.importorskip("tensorflow")
-    pattern = np.random.default_rng(0).random((13, 5)) < 0.5
+    # More than a hundred elements: fewer are written as a list of words.
+    pattern = np.random.default_rng(0).random((13, 11)) < 0.5
 
     def function(x):
         return tf.where(tf.constant(pattern), x, -x)
 
-    text = compile_for_tpu.lower(function, tf.zeros((13, 5)))
+    text = compile_for_tpu.lower(function, tf.zeros((13, 11)))
     expected = pattern.astype("uint8").tobytes().hex()
-    assert f'dense<"0x{expected}"> : tensor<13x5xi1>' in text
+    assert f'dense<"0x{expected}"> : tensor<13x11xi1>' in text
 
 
 @pytest.mark.parametrize("step", compile_for_tpu.STEPS)
