@@ -16,10 +16,7 @@ import keras_performer
 from examples import common
 from tools import compile_for_tpu
 
-pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow",
-    reason="programs are lowered by TensorFlow",
-)
+pytestmark = pytest.mark.tensorflow_only("programs are lowered by TensorFlow")
 
 GIGABYTE = 10**9
 
@@ -162,7 +159,8 @@ def test_missing_and_other_versions_are_named(installed, state, monkeypatch):
 
 
 def test_boolean_constants_are_written_a_byte_each():
-    tf = pytest.importorskip("tensorflow")
+    import tensorflow as tf
+
     # More than a hundred elements: fewer are written as a list of words.
     pattern = np.random.default_rng(0).random((13, 11)) < 0.5
 
