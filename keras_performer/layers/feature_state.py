@@ -30,15 +30,15 @@ class FeatureState(TrainingSteps):
     def _init_feature_state(self):
         # The global generator of Keras cannot serve: its own state may not
         # exist yet where weights are created. Its seed sets this one.
-        self._projection_seed = self.seed
-        if self.seed is None:
-            self._projection_seed = random.randint(1, 10**9)
+        first = self.seed
+        if first is None:
+            first = random.randint(1, 10**9)
         if isinstance(self.seed, keras.random.SeedGenerator):
             # Its own state cannot be read where a layer is made in a graph.
             count = _layers_of.get(self.seed, 0)
             _layers_of[self.seed] = count + 1
-            first = self.seed.get_config()["seed"]
-            self._projection_seed = (first + count * REDRAW) % 2**31
+            first = self.seed.get_config()["seed"] + count * REDRAW
+        self._projection_seed = first % 2**31
         self._draws_by_hand = 0
         self.projection = None
         self._feature_weights = {}
@@ -71,7 +71,7 @@ class FeatureState(TrainingSteps):
 
     def _add_feature_weights(self):
         """The feature map's own weights and statistics, redraw's state."""
-        first_seed = self._projection_seed % 2**31
+        first_seed = self._projection_seed
         specs = self.feature_map.weight_specs(
             self.num_heads, self.num_features, self.key_dim, first_seed
         )
@@ -145,7 +145,7 @@ class FeatureState(TrainingSteps):
             )
         if seed is None:
             self._draws_by_hand += 1
-            first = (self._projection_seed % 2**31) ^ REDRAW
+            first = self._projection_seed ^ REDRAW
             # Steps count up from 0; these count down from the largest.
             seed = StepSeed([first, 2**31 - self._draws_by_hand])
         self.projection.assign(self._draw(seed))
