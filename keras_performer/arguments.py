@@ -58,16 +58,6 @@ def check_choice(name, value, choices):
         raise invalid(name, f"one of {choices}", value)
 
 
-def check_state(initial_state, return_state):
-    """Raises where a call asks to carry a state, which is not implemented."""
-    if initial_state is not None or return_state:
-        raise ValueError(
-            "`initial_state` and `return_state` are not supported by this "
-            "version. `keras_performer.ops.causal_kernel_attention` carries "
-            "a state."
-        )
-
-
 def get_seed(seed):
     """An integer, a seed generator or `None`, from that or its config."""
     if isinstance(seed, dict):

@@ -1,6 +1,7 @@
 """Embeddings of tokens and of their positions."""
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_performer import arguments
@@ -8,9 +9,11 @@ from keras_performer import arguments
 # The longest wavelength of sine and rotary positions, in tokens over 2 pi:
 # Section 3.5 of https://arxiv.org/abs/1706.03762.
 MAX_WAVELENGTH = 10_000.0
+# Positions below are exact multiples of a frequency; see `_angles`.
+POSITION_SPLIT = 1024
 
 
-def rotary_embedding(x):
+def rotary_embedding(x, positions=None):
     """Rotates pairs of entries by an angle that grows with the position.
 
     The product of a rotated query and a rotated key depends on their
@@ -19,8 +22,8 @@ def rotary_embedding(x):
     entry `i + D / 2`.
 
     Args:
-        x: Queries or keys of shape `(B, L, H, D)`, D even, at positions
-            0 to L - 1.
+        x: Queries or keys of shape `(B, L, H, D)`, D even.
+        positions: Integers `(B, L)`; `None` for 0 to L - 1.
 
     Returns:
         Tensor of the shape and dtype of `x`; the rotation is computed in
@@ -33,7 +36,10 @@ def rotary_embedding(x):
     given = keras.backend.standardize_dtype(x.dtype)
     dtype = "float64" if given == "float64" else "float32"
     half = x.shape[-1] // 2
-    angle = _angles(ops.shape(x)[1], half, dtype)[:, None, :]  # [L, 1, D/2]
+    if positions is None:
+        positions = ops.arange(ops.shape(x)[1], dtype="int32")
+    # [L, 1, D/2] or [B, L, 1, D/2]
+    angle = _angles(positions, half, dtype)[..., None, :]
     cos, sin = ops.cos(angle), ops.sin(angle)
     x = ops.cast(x, dtype)
     first, second = x[..., :half], x[..., half:]
@@ -43,12 +49,37 @@ def rotary_embedding(x):
     return ops.cast(rotated, given)
 
 
-def _angles(length, count, dtype):
-    """Position times frequency, `[length, count]`."""
-    position = ops.cast(ops.arange(length), dtype)
-    exponent = ops.cast(ops.arange(count), dtype) / count
-    frequency = ops.power(ops.cast(MAX_WAVELENGTH, dtype), -exponent)
-    return position[:, None] * frequency[None, :]
+def state_positions(first, tokens, mask=None):
+    """Positions `[B, L]` of tokens `[B, L, ...]` that continue a sequence.
+
+    A masked token takes no position; it is given the next one's.
+
+    Args:
+        first: The position of the first token, `[B]` or one for all rows.
+        tokens: Tensor whose first two sizes are B and L.
+        mask: Boolean tensor `[B, L]`, or `None`.
+    """
+    batch, length = ops.shape(tokens)[:2]
+    count = ops.ones((batch, length), dtype="int32")
+    if mask is not None:
+        count = ops.cast(mask, "int32")
+    before = ops.cumsum(count, axis=1) - count
+    return before + ops.reshape(ops.cast(first, "int32"), (-1, 1))
+
+
+def _angles(positions, count, dtype):
+    """Position times frequency modulo 2 pi, about: `[..., count]`.
+
+    A float32 holds 24 bits: a million times a frequency would be wrong by
+    0.06. Positions are split, so that the error stays below 1e-3 up to there
+    and grows with the thousands only.
+    """
+    frequency = MAX_WAVELENGTH ** -(np.arange(count) / count)
+    turn = np.remainder(POSITION_SPLIT * frequency, 2 * np.pi)
+    whole = ops.cast(positions // POSITION_SPLIT, dtype)[..., None]
+    rest = ops.cast(positions % POSITION_SPLIT, dtype)[..., None]
+    frequency, turn = (ops.cast(x, dtype) for x in (frequency, turn))
+    return rest * frequency + whole * turn
 
 
 @keras.saving.register_keras_serializable(package="keras_performer")
@@ -75,6 +106,8 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         inputs: Integer tokens of shape `(B, L)`; with `reverse`, a tensor of
             shape `(B, L, embedding_dim)`.
         reverse: Whether to give logits.
+        positions: Integers `(B, L)`, the positions of the tokens; `None` for
+            0 to L - 1.
 
     Returns:
         Tensor of shape `(B, L, embedding_dim)`, or logits `(B, L, V)`, in
@@ -83,7 +116,8 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
     Raises:
         ValueError: If an argument has a wrong value, or a sequence is longer
             than the learned positions. In a function that was traced for any
-            length, positions beyond are NaN instead.
+            length, and where `positions` say so, those beyond are NaN
+            instead.
         TypeError: If `mask_zero` is no boolean.
 
     Reference:
@@ -135,7 +169,7 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
                 initializer="uniform",
             )
 
-    def call(self, inputs, reverse=False):
+    def call(self, inputs, reverse=False, positions=None):
         self._check_shape(inputs.shape, reverse)
         if reverse:
             table = self.token_embedding.embeddings
@@ -144,28 +178,28 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
                 ops.transpose(ops.cast(table, self.compute_dtype)),
             )
         tokens = self.token_embedding(inputs)
-        length = ops.shape(inputs)[1]
+        if self.position is None:
+            return tokens
+        if positions is None:
+            positions = ops.arange(ops.shape(inputs)[1], dtype="int32")
         if self.position == "learned":
             # Not a slice, which would be too short for a longer sequence.
             # Beyond the table an unknown length gives NaN: a compiled
             # function cannot raise, and must not repeat the last position.
-            index = ops.arange(length)
-            positions = ops.take(
+            vectors = ops.take(
                 self.position_embedding,
-                ops.minimum(index, self.sequence_length - 1),
+                ops.minimum(positions, self.sequence_length - 1),
                 axis=0,
             )
-            inside = (index < self.sequence_length)[:, None]
-            positions = ops.where(inside, positions, float("nan"))
-            return tokens + ops.cast(positions, self.compute_dtype)
-        if self.position == "sine":
-            angle = _angles(length, self.embedding_dim // 2, "float32")
-            positions = ops.concatenate(
+            inside = (positions < self.sequence_length)[..., None]
+            vectors = ops.where(inside, vectors, float("nan"))
+        else:
+            angle = _angles(positions, self.embedding_dim // 2, "float32")
+            vectors = ops.concatenate(
                 [ops.sin(angle), ops.cos(angle)], axis=-1
             )
             tokens = tokens * self.embedding_dim**0.5
-            return tokens + ops.cast(positions, self.compute_dtype)
-        return tokens
+        return tokens + ops.cast(vectors, self.compute_dtype)
 
     def _check_shape(self, shape, reverse):
         rank = 3 if reverse else 2
@@ -196,7 +230,7 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         width = self.vocabulary_size if reverse else self.embedding_dim
         return (*inputs_shape[:2], width)
 
-    def compute_output_spec(self, inputs, reverse=False):
+    def compute_output_spec(self, inputs, reverse=False, positions=None):
         self._check_shape(inputs.shape, reverse)
         return keras.KerasTensor(
             self.compute_output_shape(inputs.shape, reverse),

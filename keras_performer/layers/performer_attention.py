@@ -12,6 +12,7 @@ from keras_performer import arguments
 from keras_performer import feature_maps
 from keras_performer import ops as attention_ops
 from keras_performer.layers.embeddings import rotary_embedding
+from keras_performer.layers.embeddings import state_positions
 from keras_performer.layers.feature_state import FeatureState
 from keras_performer.layers.masks import boolean_mask
 from keras_performer.layers.masks import check_factored_mask
@@ -96,8 +97,14 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
         attention_mask: A mask that is the same for all queries, of shape
             `(B, S)`, `(B, 1, S)` or `(B, 1, 1, S)`. Others have no linear
             form and are refused.
-        initial_state: Not supported by this version.
-        return_state: Not supported by this version.
+        initial_state: State of all tokens before these, as `return_state` or
+            `get_initial_state` gives it: these tokens continue the sequence.
+            It is not changed. Causal layers only, and not for "exact", whose
+            state would grow. Gradients flow through it.
+        return_state: Whether to return the state after these tokens too.
+            Its size does not depend on their number. A masked token leaves
+            the state of its row as it is: rows may be padded on either
+            side.
         return_attention_scores: Whether to return the matrix of weights
             too: O(L S) time and memory, for looking.
         use_causal_mask: Whether this call is causal; as `causal`.
@@ -110,8 +117,10 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
     Returns:
         Tensor of shape `(B, L, output width)` in the compute dtype. With
         `return_attention_scores` also the weights, `(B, H, L, S)`, whose
-        rows sum to 1. Features and sums are computed in float32 under every
-        dtype policy (float64 under float64).
+        rows sum to 1. With `return_state` also the state, a flat dict of
+        tensors, as of `keras_performer.ops.causal_kernel_attention`.
+        Features and sums are computed in float32 under every dtype policy
+        (float64 under float64), and a state has that dtype.
 
     Raises:
         ValueError: If an argument has a wrong value, shapes or masks do not
@@ -185,7 +194,12 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
             raise arguments.invalid(
                 "key_dim", "an even number with rotary=True", key_dim
             )
-        super().__init__(activity_regularizer=activity_regularizer, **kwargs)
+        # A state keeps its float32 under every policy: `call` casts the rest.
+        super().__init__(
+            activity_regularizer=activity_regularizer,
+            autocast=False,
+            **kwargs,
+        )
         self.supports_masking = True
         self.num_heads = num_heads
         self.key_dim = key_dim
@@ -307,13 +321,15 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
         use_causal_mask=False,
         training=None,
     ):
-        arguments.check_state(initial_state, return_state)
         check_mask_argument(mask, value)
+        causal = self.causal or use_causal_mask
+        stateful = initial_state is not None or return_state
+        if stateful:
+            self._check_stateful(causal, return_attention_scores)
         self._step(training)
         masks = [value_mask, key_mask]
         if value is None:
             masks += [mask, query_mask]
-        causal = self.causal or use_causal_mask
         self_attention = value is None
         shapes = self._call_shapes(query, value, key)
         self._check_shapes(*shapes, causal=causal)
@@ -324,11 +340,19 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
         key_mask = combined_key_mask(masks, attention_mask, source)
         value = query if value is None else value
         key = value if key is None else key
+        query, key, value = (
+            ops.cast(x, self.compute_dtype) for x in (query, key, value)
+        )
         query = self.query(query)  # [B, L, H, D]
         key = self.key(key)  # [B, S, H, D]
         value = self.value(value)  # [B, S, H, E]
         if self.rotary:
-            query, key = rotary_embedding(query), rotary_embedding(key)
+            positions = None
+            if stateful:
+                first = (initial_state or {}).get("position", 0)
+                positions = state_positions(first, query, key_mask)
+            query = rotary_embedding(query, positions)
+            key = rotary_embedding(key, positions)
         valid = key_mask if self_attention else query_mask
         if self._observes(training):
             self._observe(
@@ -336,7 +360,17 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
             )
         if self._probe is not None:
             self._probe((query, key, value, valid, key_mask, causal))
-        if return_attention_scores:
+        if stateful:
+            output, state = self._attend(
+                query,
+                key,
+                value,
+                key_mask,
+                causal,
+                initial_state=initial_state,
+                return_state=True,
+            )
+        elif return_attention_scores:
             scores = self._scores(query, key, key_mask, causal)
             value = ops.cast(value, scores.dtype)
             if key_mask is not None:
@@ -352,9 +386,71 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
             output = keras.random.dropout(
                 output, self.dropout, seed=self._dropout_generator
             )
+        if return_state:
+            return output, state
         return (output, scores) if return_attention_scores else output
 
-    def _attend(self, query, key, value, key_mask, causal):
+    def _check_stateful(self, causal, return_attention_scores):
+        """Raises where a call cannot continue a sequence or be continued."""
+        reason = None
+        if not causal:
+            reason = "need causal attention, as causal=True."
+        elif isinstance(self.feature_map, feature_maps.Exact):
+            reason = (
+                'need a feature map: the state of "exact" attention would '
+                "hold all keys and values, and grow with each token."
+            )
+        elif return_attention_scores:
+            reason = "cannot go with `return_attention_scores`."
+        elif self.activity_regularizer is not None:
+            reason = (
+                "cannot go with `activity_regularizer`: Keras would "
+                "regularize the state as well."
+            )
+        if reason:
+            raise ValueError(
+                f"{self.name}: `initial_state` and `return_state` {reason}"
+            )
+
+    def get_initial_state(self, batch_size):
+        """The state of an empty prefix.
+
+        Args:
+            batch_size: Number of sequences, B.
+
+        Returns:
+            A flat dict of tensors; see `causal_kernel_attention` of
+            `keras_performer.ops` for its parts.
+
+        Raises:
+            ValueError: If the layer is not built or not causal, or its
+                feature map is "exact", which has no state of a fixed size.
+        """
+        self._check_stateful(self.causal, False)
+        if not self.built:
+            raise ValueError(
+                f"{self.name} is not built yet: its state depends on its "
+                "weights. Call it, or its `build`, first."
+            )
+        like = ops.zeros((batch_size, 1, self.num_heads, self.key_dim))
+        width = self.value_dim or self.key_dim
+        return attention_ops.initial_state(
+            self._scaled(like),
+            ops.zeros((batch_size, 1, self.num_heads, width)),
+            feature_map=self.feature_map,
+            projection=self.projection,
+            weights=self._feature_weights,
+            local_window=self._window(),
+        )
+
+    def _state_spec(self, batch):
+        state = self.get_initial_state(1)
+        return {
+            name: keras.KerasTensor((batch, *x.shape[1:]), dtype=x.dtype)
+            for name, x in state.items()
+        }
+
+    def _attend(self, query, key, value, key_mask, causal, **state):
         if isinstance(self.feature_map, feature_maps.Exact):
             return attention_ops.exact_attention(
                 query, key, value, key_mask, causal=causal
@@ -377,6 +473,7 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
             key_mask,
             local_window=self._window(),
             **kwargs,
+            **state,
         )
 
     def _scores(self, query, key, key_mask, causal):
@@ -481,8 +578,11 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
         training=None,
         **masks,
     ):
-        arguments.check_state(initial_state, return_state)
         check_mask_argument(mask, value)
+        if initial_state is not None or return_state:
+            self._check_stateful(
+                self.causal or use_causal_mask, return_attention_scores
+            )
         shapes = self._call_shapes(query, value, key)
         self._check_shapes(*shapes, causal=use_causal_mask)
         if attention_mask is not None:
@@ -494,6 +594,8 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
         output = keras.KerasTensor(
             self.compute_output_shape(*shapes), dtype=self.compute_dtype
         )
+        if return_state:
+            return output, self._state_spec(shapes[0][0])
         if not return_attention_scores:
             return output
         scores = (shapes[0][0], self.num_heads, shapes[0][1], shapes[1][1])

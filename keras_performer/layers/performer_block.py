@@ -4,6 +4,7 @@ import keras
 from keras import activations
 from keras import constraints
 from keras import initializers
+from keras import ops
 from keras import regularizers
 
 from keras_performer import arguments
@@ -57,12 +58,14 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
     Call arguments:
         x: Tensor of shape `(B, L, width)`.
         mask: Mask of shape `(B, L)`; true keeps a token as a key.
-        initial_state: Not supported by this version.
-        return_state: Not supported by this version.
+        initial_state: State of all tokens before these; see
+            `PerformerAttention`. Causal blocks only.
+        return_state: Whether to return the state after these tokens too.
         training: Whether dropout is active.
 
     Returns:
-        Tensor of the shape of `x`, in the compute dtype, with its mask.
+        Tensor of the shape of `x`, in the compute dtype, with its mask. With
+        `return_state` also the state, a flat dict of tensors.
 
     Raises:
         ValueError: If an argument has a wrong value, or the width is not a
@@ -110,7 +113,12 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
             raise arguments.invalid(
                 "layer_norm_epsilon", "a positive number", layer_norm_epsilon
             )
-        super().__init__(activity_regularizer=activity_regularizer, **kwargs)
+        # A state keeps its float32 under every policy: `call` casts the rest.
+        super().__init__(
+            activity_regularizer=activity_regularizer,
+            autocast=False,
+            **kwargs,
+        )
         self.supports_masking = True
         self.num_heads = num_heads
         self.intermediate_dim = intermediate_dim
@@ -225,20 +233,39 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
         return_state=False,
         training=None,
     ):
-        arguments.check_state(initial_state, return_state)
         self._check_width(x.shape)
+        if mask is None and initial_state is not None:
+            # Keras hands it over itself where there is one tensor only.
+            mask = getattr(x, "_keras_mask", None)
+        stateful = initial_state is not None or return_state
+        if stateful and self.activity_regularizer is not None:
+            raise ValueError(
+                f"{self.name}: `initial_state` and `return_state` cannot go "
+                "with `activity_regularizer`: Keras would regularize the "
+                "state as well."
+            )
         self._step(training)
+        x = ops.cast(x, self.compute_dtype)
         with self.attention._hold_step():
-            return self._blocks(x, mask, training)
+            x, state = self._parts(x, mask, initial_state, stateful, training)
+        return (x, state) if return_state else x
 
-    def _blocks(self, x, mask, training):
+    def _parts(self, x, mask, state, stateful, training):
+        """Output of both parts, and the state after it if `stateful`."""
         residual = x
         if self.normalize_first:
             x = self.attention_norm(x)
         # Both: the norm carries on what an explicit mask may replace.
-        x = residual + self.attention(
-            x, mask=mask, query_mask=mask, training=training
+        x = self.attention(
+            x,
+            mask=mask,
+            query_mask=mask,
+            initial_state=state,
+            return_state=stateful,
+            training=training,
         )
+        x, state = x if stateful else (x, None)
+        x = residual + x
         if not self.normalize_first:
             x = self.attention_norm(x)
         residual = x
@@ -252,7 +279,27 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
         x = residual + x
         if not self.normalize_first:
             x = self.feedforward_norm(x)
-        return x
+        return x, state
+
+    def get_initial_state(self, batch_size):
+        """The state of an empty prefix; see `PerformerAttention`.
+
+        Args:
+            batch_size: Number of sequences, B.
+
+        Returns:
+            A flat dict of tensors.
+
+        Raises:
+            ValueError: If the block is not built or not causal, or its
+                feature map is "exact".
+        """
+        if not self.built:
+            raise ValueError(
+                f"{self.name} is not built yet: its state depends on its "
+                "weights. Call it, or its `build`, first."
+            )
+        return self.attention.get_initial_state(batch_size)
 
     def _begin_step(self):
         self.attention._begin_step()
@@ -282,13 +329,17 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
         return_state=False,
         training=None,
     ):
-        arguments.check_state(initial_state, return_state)
         self._check_width(x.shape)
         if mask is not None:
             check_key_mask(mask_shape(mask), x.shape[:2], "mask")
-        return keras.KerasTensor(
+        output = keras.KerasTensor(
             self.compute_output_shape(x.shape), dtype=self.compute_dtype
         )
+        if initial_state is not None or return_state:
+            self.attention._check_stateful(self.causal, False)
+        if not return_state:
+            return output
+        return output, self.attention._state_spec(x.shape[0])
 
     def get_config(self):
         return {

@@ -72,17 +72,20 @@ class TrainingSteps:
                 "JAX with a feature map that adapts to its inputs, as its "
                 "statistics would change in what is recomputed."
             )
-        given = {**dict(enumerate(args)), **kwargs}
-        # TensorFlow recomputes functions of tensors, all positional.
-        names = [name for name in given if ops.is_tensor(given[name])]
+        # TensorFlow recomputes functions of tensors, all positional, and
+        # gives no gradient to others: a state's tensors must be among them.
+        leaves = keras.tree.flatten((args, kwargs))
+        index = [i for i, leaf in enumerate(leaves) if ops.is_tensor(leaf)]
 
         def after_step(*tensors):
-            values = {**given, **dict(zip(names, tensors))}
-            positional = [values.pop(index) for index in range(len(args))]
+            values = list(leaves)
+            for i, tensor in zip(index, tensors):
+                values[i] = tensor
+            filled = keras.tree.pack_sequence_as((args, kwargs), values)
             with self._hold_step():
-                return layer_call(*positional, **values)
+                return layer_call(*filled[0], **filled[1])
 
-        tensors = [given[name] for name in names]
+        tensors = [leaves[i] for i in index]
         recomputed = super().rematerialized_call(after_step, *tensors)
 
         def call(*args, **kwargs):

@@ -11,6 +11,7 @@ from keras_performer.ops.linear_attention import attention_scores
 from keras_performer.ops.linear_attention import causal_kernel_attention
 from keras_performer.ops.linear_attention import causal_linear_attention
 from keras_performer.ops.linear_attention import exact_attention
+from keras_performer.ops.linear_attention import initial_state
 from keras_performer.ops.linear_attention import kernel_attention
 from keras_performer.ops.linear_attention import linear_attention
 from keras_performer.ops.projections import iid_gaussian
@@ -24,6 +25,7 @@ __all__ = [
     "exact_attention",
     "generalized_features",
     "iid_gaussian",
+    "initial_state",
     "kernel_attention",
     "linear_attention",
     "optimal_a",

@@ -3,6 +3,7 @@
 from keras import ops
 
 from keras_performer.ops import chunks
+from keras_performer.ops.padding import gather
 from keras_performer.ops.scan import chunk_scan
 
 
@@ -155,6 +156,7 @@ def chunked_attention(
     weights,
     chunk_size,
     state,
+    lengths,
 ):
     """Causal attention with every key seen through its features.
 
@@ -168,6 +170,8 @@ def chunked_attention(
         weights: Dict of the map's weights.
         chunk_size: Tokens per chunk.
         state: State of the tokens before these, or `None`.
+        lengths: Numbers of tokens that are no padding, `[B]` or one for all
+            rows: what is added to the position.
 
     Returns:
         Output `[B, L, H, E]` and the state after these tokens.
@@ -190,8 +194,7 @@ def chunked_attention(
         steps,
     )
     output = from_chunks(output)[:, :length]
-    position = state["position"] + ops.cast(length, "int32")
-    return output, _state(carry, position)
+    return output, _state(carry, state["position"] + lengths)
 
 
 def local_attention(
@@ -205,6 +208,7 @@ def local_attention(
     blocks_per_step,
     state,
     return_state,
+    lengths,
 ):
     """Causal attention with the own and the previous block seen exactly.
 
@@ -214,6 +218,8 @@ def local_attention(
         window: W, the length of a block.
         blocks_per_step: Blocks for each trip of the loop.
         return_state: Whether the state is wanted; it is `None` if not.
+        lengths: With a state, tokens beyond the length of their row are not
+            there: they take no place on the grid.
     """
     length = ops.shape(query)[1]
     bound = chunks.BoundMap(feature_map, weights)
@@ -239,12 +245,15 @@ def local_attention(
     else:
         if state is None:
             state = empty_state(query, values, bound, projection, window)
+        if isinstance(length, int) and length == 1:
+            return local_step(tokens, bound, projection, window, state)
         offset = state["position"] % window  # [B], tokens in the last block
+        lengths = offset * 0 + lengths  # [B]
         # One block for what is left of the last one, one to end in.
         steps = (length + window - 1) // window + 1
         steps = -(-steps // blocks_per_step) * blocks_per_step
         held = _held(state, query.dtype)
-        aligned = _align(tokens, held, offset, window, steps)
+        aligned = _align(tokens, held, offset, lengths, window, steps)
         blocks = tuple(to_chunks(x, steps, window) for x in aligned)
         previous = tuple(
             ops.concatenate(
@@ -253,7 +262,7 @@ def local_attention(
             for x, y in zip(held, blocks[1:])
         )
         # A row that has ended adds nothing more to its sums.
-        end = (offset + length) // window  # [B], the block it ends in
+        end = (offset + lengths) // window  # [B], the block it ends in
         going = ops.arange(steps, dtype="int32")[:, None] < end[None, :]
         going = ops.cast(going, query.dtype)[:, :, None]
         added = (previous[1][:, :, 0, :, -1] * going,)  # [n, B, W]
@@ -271,10 +280,75 @@ def local_attention(
     if not stateful:
         return output[:, :length], None
     index = offset[:, None] + ops.arange(length, dtype="int32")[None, :]
-    position = state["position"] + ops.cast(length, "int32")
-    state = _state(carry, position)
+    state = _state(carry, state["position"] + lengths)
     state.update(_last_blocks(held, aligned[1:], end, window))
-    return _gather(output, index), state
+    return gather(output, index), state
+
+
+def local_step(tokens, feature_map, projection, window, state):
+    """One token after a state; as `local_attention`, by itself.
+
+    A block that is complete moves on, and only then are the features of the
+    one before it computed.
+
+    Args:
+        tokens: Query, key `[B, 1, H, D]` and values `[B, 1, H, F]`; a row
+            whose column of ones is 0 keeps its state.
+        feature_map: `chunks.BoundMap`.
+        projection: Tensor or `None`.
+        window: W, the length of a block.
+        state: State of the tokens before.
+
+    Returns:
+        Output `[B, 1, H, E]` and the state after this token.
+    """
+    query, key, values = tokens
+    kernel = chunks.LocalBlocks(
+        feature_map.feature_map, projection, feature_map.weights
+    )
+    carry = carry_of(state, query.dtype)
+    valid = values[:, 0, 0, -1] > 0  # [B]
+    offset = state["position"] % window  # [B]
+    slot = ops.arange(2 * window, dtype="int32")[None, :]
+    own = ops.logical_and(slot == window + offset[:, None], valid[:, None])
+    own = own[:, :, None, None]
+    keys, all_values = (
+        ops.where(own, new, old)
+        for new, old in zip((key, values), _held(state, query.dtype))
+    )  # [B, 2 W, H, D or F]
+    output = kernel.read_one(carry, query, keys, all_values)
+    complete = ops.logical_and(valid, offset == window - 1)  # [B]
+
+    def advance():
+        first, x = ops.cast(complete, query.dtype)[:, None], all_values
+        moved = kernel.advance_one(carry, keys, x, first)
+        there = complete[:, None, None, None]
+        return *moved, *(
+            ops.where(there, _moved(x, window), x) for x in (keys, x)
+        )
+
+    sums, shift, keys, all_values = ops.cond(
+        ops.any(complete), advance, lambda: (*carry, keys, all_values)
+    )
+    state = _state(
+        (sums, shift), state["position"] + ops.cast(valid, "int32")
+    )
+    state.update(_blocks_of(keys, all_values))
+    return output, state
+
+
+def _moved(x, window):
+    """The second block of two as the first; the second is then empty."""
+    return _pad_axis(x[:, window:], 1, 0, window)
+
+
+def _blocks_of(keys, values):
+    """The part of a state that holds two blocks."""
+    return {
+        "keys": keys,
+        "values": values[..., :-1],
+        "valid": values[:, :, 0, -1] > 0,
+    }
 
 
 def _last_blocks(held, aligned, end, window):
@@ -289,14 +363,10 @@ def _last_blocks(held, aligned, end, window):
     index = ops.arange(2 * window, dtype="int32")[None, :]
     index = index + (end * window)[:, None]  # [B, 2 W]
     keys, values = (
-        _gather(ops.concatenate([old[:, :window], new], axis=1), index)
+        gather(ops.concatenate([old[:, :window], new], axis=1), index)
         for old, new in zip(held, aligned)
     )
-    return {
-        "keys": keys,
-        "values": values[..., :-1],
-        "valid": values[:, :, 0, -1] > 0,
-    }
+    return _blocks_of(keys, values)
 
 
 def empty_state(query, values, feature_map, projection, window=0):
@@ -417,7 +487,7 @@ def _held(state, dtype):
     return ops.cast(state["keys"], dtype), values
 
 
-def _align(tokens, held, offset, window, steps):
+def _align(tokens, held, offset, lengths, window, steps):
     """Tokens on the grid of the absolute position, `[B, steps * W, ...]`.
 
     Slot s of a row is token s of its last block as long as that has tokens,
@@ -429,20 +499,15 @@ def _align(tokens, held, offset, window, steps):
     token = slot - offset[:, None]  # [B, n], index among the new tokens
     index = ops.where(token < 0, slot, window + token)
     index = ops.minimum(index, window + length - 1)
-    inside = ops.cast(token < length, tokens[0].dtype)
+    inside = ops.cast(token < lengths[:, None], tokens[0].dtype)
     query = ops.zeros_like(held[0][:, window:])
     query, key, values = (
-        _gather(ops.concatenate([old, new], axis=1), index)
+        gather(ops.concatenate([old, new], axis=1), index)
         for old, new in zip(
             (query, *(x[:, window:] for x in held)), tokens
         )
     )
-    # Zero beyond the end, where the index above repeats the last token.
+    # Zero beyond the end of a row, where the index above repeats a token.
     column = inside[:, :, None, None]
     return query, key * column, values * column
 
-
-def _gather(x, index):
-    """Elements `index` `[B, N]` along the second axis of `x` `[B, L, ...]`."""
-    index = ops.reshape(index, (*ops.shape(index), *(1,) * (len(x.shape) - 2)))
-    return ops.take_along_axis(x, index, axis=1)

@@ -189,6 +189,7 @@ class _Kernel:
             return _masked(mask, features, 0.0), None, shift
         log_k = _masked(mask, features, LOG_ZERO)
         new_shift = ops.maximum(shift, largest(log_k, axis=2))
+        new_shift = ops.stop_gradient(new_shift)
         # Selected again: with no key so far the difference is 0.
         far_key = _masked(mask, ops.exp(log_k - new_shift), 0.0)
         return far_key, ops.exp(shift - new_shift), new_shift
@@ -411,6 +412,36 @@ class LocalBlocks(_Kernel):
             self.floor,
         )
         return self._advance(carry, x), (output, normalizer, scale, shift)
+
+    def read_one(self, carry, query, keys, values):
+        """Output `[B, 1, H, E]` of one token that sees two blocks exactly.
+
+        Args:
+            carry: `(sums, shift)` of all earlier blocks.
+            query: `[B, 1, H, D]`.
+            keys: `[B, 2 W, H, D]`.
+            values: `[B, 2 W, H, F]`; a key whose column of ones is 0 is none.
+        """
+        sums, shift = carry
+        seen = values[:, None, None, :, 0, -1] > 0  # [B, 1, 1, 2 W]
+        scores = ops.einsum("bihd,bjhd->bhij", query, keys)
+        scores = ops.where(seen, scores, LOG_ZERO)
+        log_q = self.query_features(ops.swapaxes(query, 1, 2)) + shift
+        scale = ops.stop_gradient(
+            ops.maximum(largest(scores, axis=-1), largest(log_q, axis=-1))
+        )
+        weights = ops.where(seen, ops.exp(scores - scale), 0.0)
+        near = ops.einsum("bhij,bjhf->bhif", weights, values)
+        far = _outer(ops.exp(log_q - scale), sums)
+        return ops.swapaxes(normalize(near + far, self.floor)[0], 1, 2)
+
+    def advance_one(self, carry, keys, values, complete):
+        """The carry with the first of two blocks `[B, 2 W, H, ...]` added, in
+        rows where `complete` `[B, 1]` is not 0."""
+        size = ops.shape(keys)[1] // 2
+        key, value = (ops.swapaxes(x[:, :size], 1, 2) for x in (keys, values))
+        mask = _mask_of(value) * complete
+        return self._advance(carry, (None, None, None, key, value, mask))
 
     def forward_gradient(self, carry, x, grad, scale):
         """Gradient of the query; those of keys and values seen exactly."""

@@ -10,6 +10,7 @@ from keras_performer import arguments
 from keras_performer.ops import bidirectional
 from keras_performer.ops import causal as causal_scan
 from keras_performer.ops import chunks
+from keras_performer.ops import padding
 
 # Tokens per chunk, where nobody asked for another number: long enough for large
 # products, short against the C^2 part of a causal chunk, and such that what
@@ -198,7 +199,10 @@ def causal_kernel_attention(
         value: Values of shape `(B, L, H, E)`.
         key_mask: Optional mask of shape `(B, L)`; true or nonzero keeps a
             key. A masked key is left out of numerator and denominator; it
-            still takes its position on the grid of the local window.
+            still takes its position on the grid of the local window. Not so
+            where a state is given or returned: there a masked token leaves
+            the state of its row as it is, the position too, and with a local
+            window its output is 0.
         feature_map: A `FeatureMap`; see `kernel_attention`.
         projection: Tensor handed to the feature map.
         weights: Dict of tensors handed to the feature map, if it has any.
@@ -216,7 +220,8 @@ def causal_kernel_attention(
         float32 (float64 for float64). A row without any key is 0. With
         `return_state` also the state, a flat dict: `"sums"` `(B, H, M, E)`,
         `"normalizer"` `(B, H, M)`, the stabiliser `"shift"` `(B, H, M)` of
-        both, and `"position"` `(B,)`, int32, the number of tokens so far.
+        both, and `"position"` `(B,)`, int32, the number of tokens so far
+        that were not masked.
         With a local window also `"keys"` `(B, 2 W, H, D)`, `"values"`
         `(B, 2 W, H, E)` and `"valid"` `(B, 2 W)` of the last two blocks.
 
@@ -246,18 +251,71 @@ def causal_kernel_attention(
     values = ops.reshape(values, (batch, length, *values.shape[2:]))
     projection = _core_cast(projection, query)
     weights = _cast_all(weights, query)
+    stateful = initial_state is not None or return_state
+    lengths = ops.cast(length, "int32")
+    order = None
+    if key_mask is not None:
+        mask = ops.cast(key_mask, "bool")
+        if stateful:
+            lengths = ops.sum(ops.cast(mask, "int32"), axis=1)  # [B]
+        if stateful and local_window:
+            order = padding.ValidFirst(mask)
+            query, key, values = order.apply(query, key, values)
     output, state = _causal_scan(
         (query, key, values, feature_map, projection, weights),
         local_window,
         chunk_size,
         initial_state,
         return_state,
+        lengths,
     )
+    if order is not None:
+        output = order.undo(output)
     output = _output_cast(output, dtype)
     return (output, state) if return_state else output
 
 
-def _causal_scan(inputs, local_window, chunk_size, state, return_state):
+def initial_state(
+    query,
+    value,
+    *,
+    feature_map,
+    projection=None,
+    weights=None,
+    local_window=0,
+):
+    """The state of no tokens, for `causal_kernel_attention`.
+
+    Args:
+        query: Queries of shape `(B, L, H, D)`, for their sizes and dtype.
+        value: Values of shape `(B, L, H, E)`, for their sizes.
+        feature_map: A `FeatureMap`; see `kernel_attention`.
+        projection: Tensor handed to the feature map.
+        weights: Dict of tensors handed to the feature map, if it has any.
+        local_window: W, an integer; 0 for none.
+
+    Returns:
+        A flat dict of tensors; see `causal_kernel_attention`.
+
+    Raises:
+        ValueError: If the shapes do not fit together, or if a local window
+            is asked of a map that does not allow it.
+        TypeError: If the feature map is none.
+    """
+    _check_shapes(query, query, value, None)
+    _check_map(feature_map, projection, query)
+    _check_causal(query, query, feature_map, local_window, None)
+    query, _, values = _prepare(query, query, value, None)
+    bound = chunks.BoundMap(feature_map, _cast_all(weights, query))
+    projection = _core_cast(projection, query)
+    return causal_scan.empty_state(
+        query, values, bound, projection, local_window
+    )
+
+
+def _causal_scan(
+    inputs, local_window, chunk_size, state, return_state, lengths
+):
     """The scan that fits the window; checks a state that is given."""
     query, _, values, feature_map, projection, weights = inputs
     if state is not None:
@@ -271,7 +329,10 @@ def _causal_scan(inputs, local_window, chunk_size, state, return_state):
         _check_state(state, empty)
     if not local_window:
         return causal_scan.chunked_attention(
-            *inputs, chunk_size=chunk_size or DEFAULT_CHUNK_SIZE, state=state
+            *inputs,
+            chunk_size=chunk_size or DEFAULT_CHUNK_SIZE,
+            state=state,
+            lengths=lengths,
         )
     return causal_scan.local_attention(
         *inputs,
@@ -281,6 +342,7 @@ def _causal_scan(inputs, local_window, chunk_size, state, return_state):
         ),
         state=state,
         return_state=return_state,
+        lengths=lengths,
     )
 
 

@@ -413,13 +413,32 @@ def test_the_future_never_changes_the_past(name, window, chunk):
         assert np.any(gradient[:, :t] != 0)
 
 
-@pytest.mark.parametrize(("name", "window", "chunk"), CAUSAL)
-def test_a_state_continues_a_sequence(name, window, chunk):
-    case = Draw(name, 67)
-    options = {"local_window": window, "chunk_size": chunk}
-    expected = case.fast("eager", case.mask, **options)
-    cuts = [0, 1, 8, 8, 31, 67]  # a single token and an empty segment too
-    states = []
+def valid_alone(case, **options):
+    """Each row's valid tokens alone, without a state; 0 where masked."""
+
+    def function(q, k, v):
+        rows = []
+        for row, mask in enumerate(case.mask):
+            (index,) = np.nonzero(mask)
+            valid = [
+                keras.ops.take(x[row : row + 1], index, axis=1)
+                for x in (q, k, v)
+            ]
+            output = ops.causal_kernel_attention(
+                *valid,
+                feature_map=case.feature_map,
+                projection=case.projection,
+                **options,
+            )
+            places = np.eye(len(mask), dtype="float32")[:, index]
+            rows.append(keras.ops.einsum("ij,bjhe->bihe", places, output))
+        return keras.ops.concatenate(rows, axis=0)
+
+    return differentiate(function)(case.arrays, case.cotangent)
+
+
+def joined(case, cuts, states, **options):
+    """A function that attends to segments, each from the state before it."""
 
     def function(q, k, v):
         state, outputs = None, []
@@ -428,7 +447,7 @@ def test_a_state_continues_a_sequence(name, window, chunk):
                 q[:, start:end],
                 k[:, start:end],
                 v[:, start:end],
-                case.mask[:, start:end],
+                None if np.all(case.mask) else case.mask[:, start:end],
                 feature_map=case.feature_map,
                 projection=case.projection,
                 initial_state=state,
@@ -437,13 +456,51 @@ def test_a_state_continues_a_sequence(name, window, chunk):
             )
             outputs.append(output)
         states.append(state)
-        return keras.ops.concatenate(outputs, axis=1)
+        output = keras.ops.concatenate(outputs, axis=1)
+        # Without a window a masked token has an output of its own.
+        return output * case.mask[:, :, None, None].astype("float32")
 
-    actual = differentiate(function)(case.arrays, case.cotangent)
+    return function
+
+
+# Single tokens, an empty segment, and each token by itself.
+SEGMENTS, TOKENS = (0, 1, 8, 8, 31, 67), tuple(range(42))
+
+
+@pytest.mark.parametrize("cuts", [SEGMENTS, TOKENS])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("name", "window", "chunk"), CAUSAL)
+def test_a_state_continues_a_sequence(name, window, chunk, masked, cuts):
+    case = Draw(name, cuts[-1])
+    if not masked:
+        case.mask[:] = True
+    options = {"local_window": window, "chunk_size": chunk}
+    expected = valid_alone(case, **options)
+    states = []
+    function = joined(case, cuts, states, **options)
     # Gradients too: they flow back through the states.
-    assert_equal(actual, expected)
+    assert_equal(
+        differentiate(function)(case.arrays, case.cotangent), expected
+    )
     function(*map(keras.ops.convert_to_tensor, case.arrays))
-    np.testing.assert_array_equal(states[-1]["position"], [67, 67])
+    count = np.sum(case.mask, axis=1)
+    np.testing.assert_array_equal(states[-1]["position"], count)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("window", [0, 4])
+def test_a_state_continues_under_xla(window, masked):
+    cuts = (0, 7, 8, 9, 16, 17)  # across blocks, by one and by more
+    case = Draw("favor+", cuts[-1])
+    if not masked:
+        case.mask[:] = True
+    options = {"local_window": window, "chunk_size": 4}
+    function = joined(case, cuts, [], **options)
+    for mode in XLA_MODES[:1]:
+        assert_equal(
+            differentiate(function, mode)(case.arrays, case.cotangent),
+            valid_alone(case, **options),
+        )
 
 
 def test_no_tokens_give_no_output():
