@@ -7,6 +7,7 @@ require_backend()
 from keras_performer import feature_maps  # noqa: E402
 from keras_performer import layers  # noqa: E402
 from keras_performer import ops  # noqa: E402
+from keras_performer import models  # noqa: E402
 from keras_performer import callbacks  # noqa: E402
 from keras_performer import saving  # noqa: E402
 from keras_performer.feature_maps import FavorPlus  # noqa: E402
@@ -20,6 +21,7 @@ from keras_performer.layers import PerformerAttention  # noqa: E402
 from keras_performer.layers import PerformerBlock  # noqa: E402
 from keras_performer.layers import TokenAndPositionEmbedding  # noqa: E402
 from keras_performer.layers import calibrate  # noqa: E402
+from keras_performer.models import PerformerLM  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -32,12 +34,14 @@ __all__ = [
     "LearnedFeatures",
     "PerformerAttention",
     "PerformerBlock",
+    "PerformerLM",
     "TokenAndPositionEmbedding",
     "TrigonometricFeatures",
     "calibrate",
     "callbacks",
     "feature_maps",
     "layers",
+    "models",
     "ops",
     "saving",
 ]

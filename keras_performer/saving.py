@@ -47,10 +47,16 @@ def export_saved_model(model, path, input_signature=None):
             model, whose inputs Keras does not record; others use their own
             inputs by default.
 
+    A causal `PerformerLM` has the endpoint `generate(ids, num_tokens,
+    temperature, seed)` as well: tokens `(B, L)` of int32 without padding, a
+    number of tokens to add, a temperature (float32, 0 for the likeliest) and
+    a seed give the new tokens.
+
     Raises:
         TypeError: If `model` is not a `keras.Model`.
-        ValueError: If `model` is not built, if its inputs are unknown, or if
-            `path` is an existing file.
+        ValueError: If `model` is not built, if its inputs are unknown, if
+            its outputs lie inside of others, or if `path` is an existing
+            file.
         NotImplementedError: If the backend is not TensorFlow.
 
     Example:
@@ -78,6 +84,7 @@ def export_saved_model(model, path, input_signature=None):
             "Received an invalid value for argument `path`, expected a "
             f"directory or a new path. Received: path={path}, which is a file"
         )
+    _check_outputs(model)
     signature = [_input_signature(model, input_signature)]
     archive = keras.export.ExportArchive()
     archive.add_endpoint(
@@ -86,6 +93,9 @@ def export_saved_model(model, path, input_signature=None):
     archive.add_endpoint(
         _CALL_TRAINING, lambda inputs: model(inputs, training=True), signature
     )
+    endpoints = getattr(model, "serving_endpoints", dict)()
+    for name, (function, specs) in endpoints.items():
+        archive.add_endpoint(name, function, specs)
     # The TensorFlow variable of a frozen layer still says that it is
     # trainable: only the lists keep what the model says. They hold the very
     # variables that the endpoints use; Keras's wrappers, or
@@ -271,6 +281,22 @@ def _input_signature(model, input_signature):
         ),
         input_signature,
     )
+
+
+def _check_outputs(model):
+    """Raises if outputs lie inside of others, where they are known."""
+    outputs = getattr(model, "output", None) if model.built else None
+    values = outputs
+    if isinstance(outputs, dict):
+        values = list(outputs.values())
+    if isinstance(values, (list, tuple)) and any(
+        keras.tree.is_nested(value) for value in values
+    ):
+        raise ValueError(
+            "A SavedModel has outputs in one list or one dict. Make a model "
+            'of flat outputs, as {"y": output, **state}. Received: '
+            f"model.output={outputs}"
+        )
 
 
 def _check_export(tf, path):

@@ -456,3 +456,10 @@ def test_redraw_and_statistics_go_on_in_a_reloaded_block(tmp_path):
     np.testing.assert_array_equal(
         last["projection"], to_numpy(block.attention.projection)
     )
+
+
+def test_outputs_inside_of_others_are_refused(tmp_path):
+    x = keras.Input((3,))
+    model = keras.Model(x, [x, {"y": 2 * x}])
+    with pytest.raises(ValueError, match="flat outputs"):
+        saving.export_saved_model(model, tmp_path / "exported")

@@ -403,10 +403,7 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
         elif return_attention_scores:
             reason = "cannot go with `return_attention_scores`."
         elif self.activity_regularizer is not None:
-            reason = (
-                "cannot go with `activity_regularizer`: Keras would "
-                "regularize the state as well."
-            )
+            raise no_regularized_state(self.name)
         if reason:
             raise ValueError(
                 f"{self.name}: `initial_state` and `return_state` {reason}"
@@ -620,6 +617,14 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
             "seed": arguments.serialize_seed(self.seed),
             **arguments.serialize_weight_options(self),
         }
+
+
+def no_regularized_state(name):
+    """The error of a layer that shall give a state, and is regularized."""
+    return ValueError(
+        f"{name}: `initial_state` and `return_state` cannot go with "
+        "`activity_regularizer`: Keras would regularize the state as well."
+    )
 
 
 def _check_window(local_window, feature_map, causal):

@@ -13,6 +13,7 @@ from keras_performer.layers.masks import boolean_mask
 from keras_performer.layers.masks import check_key_mask
 from keras_performer.layers.masks import mask_shape
 from keras_performer.layers.performer_attention import PerformerAttention
+from keras_performer.layers.performer_attention import no_regularized_state
 from keras_performer.layers.steps import TrainingSteps
 
 
@@ -238,12 +239,8 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
             # Keras hands it over itself where there is one tensor only.
             mask = getattr(x, "_keras_mask", None)
         stateful = initial_state is not None or return_state
-        if stateful and self.activity_regularizer is not None:
-            raise ValueError(
-                f"{self.name}: `initial_state` and `return_state` cannot go "
-                "with `activity_regularizer`: Keras would regularize the "
-                "state as well."
-            )
+        if stateful:
+            self._check_stateful()
         self._step(training)
         x = ops.cast(x, self.compute_dtype)
         with self.attention._hold_step():
@@ -281,6 +278,12 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
             x = self.feedforward_norm(x)
         return x, state
 
+    def _check_stateful(self):
+        """Raises where the block has no state."""
+        self.attention._check_stateful(self.causal, False)
+        if self.activity_regularizer is not None:
+            raise no_regularized_state(self.name)
+
     def get_initial_state(self, batch_size):
         """The state of an empty prefix; see `PerformerAttention`.
 
@@ -299,6 +302,7 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
                 f"{self.name} is not built yet: its state depends on its "
                 "weights. Call it, or its `build`, first."
             )
+        self._check_stateful()
         return self.attention.get_initial_state(batch_size)
 
     def _begin_step(self):
@@ -336,7 +340,7 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
             self.compute_output_shape(x.shape), dtype=self.compute_dtype
         )
         if initial_state is not None or return_state:
-            self.attention._check_stateful(self.causal, False)
+            self._check_stateful()
         if not return_state:
             return output
         return output, self.attention._state_spec(x.shape[0])

@@ -1,6 +1,6 @@
 """Publicly reported faults of causality and decoding, as tests.
 
-Cases O-16 to O-18, O-28 and O-29.
+Cases O-16 to O-18, O-28.
 """
 
 import keras
@@ -117,13 +117,3 @@ def test_o28_growing_prefixes_give_the_full_pass(kind, name):
         prefix = to_numpy(layer(x[:, : t + 1], training=False))
         # 1e-4 is the case's, of what a reader of logits would notice.
         assert_close(prefix[:, t], full[:, t], 1e-4)
-
-
-@pytest.mark.parametrize("kind", ["attention", "block"])
-def test_o29_a_carried_state_is_refused_until_it_exists(kind):
-    layer = getattr(VARIANTS["favor-causal"], kind)()
-    x = normal(2, LENGTH, 11)
-    with pytest.raises(ValueError, match="return_state"):
-        layer(x, return_state=True)
-    with pytest.raises(ValueError, match="initial_state"):
-        layer(x, initial_state={"step": np.zeros(())})

@@ -1,0 +1,318 @@
+"""A language model of Performer blocks."""
+
+import keras
+from keras import activations
+from keras import ops
+
+from keras_performer import arguments
+from keras_performer import feature_maps
+from keras_performer.layers.embeddings import TokenAndPositionEmbedding
+from keras_performer.layers.embeddings import state_positions
+from keras_performer.layers.performer_block import PerformerBlock
+from keras_performer.models.generation import Generation
+
+POSITIONS = ("rotary", "learned", "sine", None)
+
+
+@keras.saving.register_keras_serializable(package="keras_performer")
+class PerformerLM(Generation, keras.Model):
+    """Logits for each token of a sequence: text, pixels, proteins.
+
+    An embedding, `num_layers` blocks that normalise first, a last layer
+    norm, and logits. A causal model predicts the next token, and
+    `generate` continues a sequence at a cost for each token that does not
+    grow with the position; with `causal=False` every token sees all others,
+    as for masked tokens.
+
+    Layers are `embedding`, `block_0`, `block_1`, ..., `final_norm` and, with
+    `tie_embeddings=False`, `head`.
+
+    Args:
+        vocabulary_size: Number of tokens, V.
+        num_layers: Number of blocks.
+        num_heads: Attention heads of each block.
+        hidden_dim: Width of the model, a multiple of `num_heads`.
+        intermediate_dim: Width of the feed-forward networks' inner layer.
+        sequence_length: Longest sequence, for learned positions; others take
+            any length.
+        causal: Whether a token sees only itself and those before.
+        feature_map: See `keras_performer.PerformerAttention`.
+        num_features: Features for each head, M.
+        position: "rotary" (queries and keys are rotated), "learned", "sine"
+            or `None`.
+        tie_embeddings: Whether the logits multiply by the transposed token
+            embedding, or by a `head` of their own.
+        reversible: Must be `False`: not supported by this version.
+        dropout: Rate of dropout on the output of both parts of each block.
+        redraw_interval: See `keras_performer.PerformerAttention`, as for the
+            next two.
+        local_window: W, near tokens seen exactly by causal softmax maps.
+        chunk_size: Tokens for each step of the causal scan.
+        activation: Activation of the feed-forward networks.
+        layer_norm_epsilon: Epsilon of the layer norms.
+        seed: Integer or `keras.random.SeedGenerator`; blocks count up from
+            an integer. `None` draws one for each.
+        dtype: Dtype policy of all layers. Logits are float32 under mixed
+            policies, and computed in the compute dtype.
+        **kwargs: `name` and `trainable`.
+
+    Call arguments:
+        inputs: Integer tokens of shape `(B, L)`.
+        training: Whether dropout is active.
+        mask: Mask of shape `(B, L)`; true keeps a token as a key.
+
+    Returns:
+        float32 logits of shape `(B, L, V)` (float64 under float64).
+
+    Raises:
+        ValueError: If an argument has a wrong value.
+        TypeError: If an argument has a wrong type.
+
+    Example:
+
+    >>> model = keras_performer.models.PerformerLM(256, 2, 4, 64, 256, 1024)
+    >>> model(np.array([[1, 2, 3]])).shape
+    (1, 3, 256)
+    >>> model.generate([[1, 2, 3], [4]], max_new_tokens=5).shape
+    (2, 5)
+
+    Reference:
+
+    - [Choromanski et al., 2021](https://arxiv.org/abs/2009.14794)
+    """
+
+    def __init__(
+        self,
+        vocabulary_size,
+        num_layers,
+        num_heads,
+        hidden_dim,
+        intermediate_dim,
+        sequence_length,
+        causal=True,
+        feature_map="favor+",
+        num_features=256,
+        position="rotary",
+        tie_embeddings=True,
+        reversible=False,
+        dropout=0.0,
+        redraw_interval=None,
+        local_window=None,
+        chunk_size=None,
+        activation="gelu",
+        layer_norm_epsilon=1e-5,
+        seed=None,
+        dtype=None,
+        **kwargs,
+    ):
+        arguments.check_integer("num_layers", num_layers)
+        arguments.check_integer("num_heads", num_heads)
+        arguments.check_integer("hidden_dim", hidden_dim)
+        arguments.check_choice("position", position, POSITIONS)
+        arguments.check_boolean("causal", causal)
+        arguments.check_boolean("tie_embeddings", tie_embeddings)
+        arguments.check_boolean("reversible", reversible)
+        if reversible:
+            raise arguments.invalid(
+                "reversible", "False in this version", reversible
+            )
+        if hidden_dim % num_heads:
+            raise arguments.invalid(
+                "hidden_dim",
+                f"a multiple of num_heads={num_heads}",
+                hidden_dim,
+            )
+        dtype = keras.dtype_policies.get(dtype)
+        seed = arguments.get_seed(seed)
+        feature_map = feature_maps.get(feature_map)
+        rotary = position == "rotary"
+
+        # Layers.
+        self.embedding = TokenAndPositionEmbedding(
+            vocabulary_size,
+            sequence_length,
+            hidden_dim,
+            position=None if rotary else position,
+            dtype=dtype,
+            name="embedding",
+        )
+        self.blocks = [
+            PerformerBlock(
+                num_heads,
+                intermediate_dim,
+                feature_map=feature_map,
+                num_features=num_features,
+                causal=causal,
+                redraw_interval=redraw_interval,
+                local_window=local_window,
+                chunk_size=chunk_size,
+                rotary=rotary,
+                dropout=dropout,
+                activation=activation,
+                layer_norm_epsilon=layer_norm_epsilon,
+                seed=seed + index if isinstance(seed, int) else seed,
+                dtype=dtype,
+                name=f"block_{index}",
+            )
+            for index in range(num_layers)
+        ]
+        self.final_norm = keras.layers.LayerNormalization(
+            epsilon=layer_norm_epsilon, dtype=dtype, name="final_norm"
+        )
+        self.head = None
+        if not tie_embeddings:
+            self.head = keras.layers.Dense(
+                vocabulary_size, dtype=dtype, name="head"
+            )
+        # Softmax over a large vocabulary wants float32 under mixed policies.
+        precise = "float64" if dtype.compute_dtype == "float64" else "float32"
+        self.logits = keras.layers.Activation(
+            "linear", dtype=precise, name="logits"
+        )
+
+        # Functional model.
+        ids = keras.Input((None,), dtype="int32", name="ids")
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        super().__init__(ids, self._predict(x), **kwargs)
+
+        # Config.
+        self.dtype_policy = dtype
+        self.vocabulary_size = vocabulary_size
+        self.num_layers = num_layers
+        self.num_heads = num_heads
+        self.hidden_dim = hidden_dim
+        self.intermediate_dim = intermediate_dim
+        self.sequence_length = sequence_length
+        self.causal = causal
+        self.feature_map = feature_map
+        self.num_features = num_features
+        self.position = position
+        self.tie_embeddings = tie_embeddings
+        self.reversible = reversible
+        self.dropout = dropout
+        self.redraw_interval = redraw_interval
+        self.local_window = local_window
+        self.chunk_size = chunk_size
+        self.activation = activations.get(activation)
+        self.layer_norm_epsilon = layer_norm_epsilon
+        self.seed = seed
+
+    def _predict(self, x):
+        """Logits of the last block's output."""
+        x = self.final_norm(x)
+        if self.head is None:
+            x = self.embedding(x, reverse=True)
+        else:
+            x = self.head(x)
+        return self.logits(x)
+
+    def get_initial_state(self, batch_size):
+        """The state of an empty sequence, for `step`.
+
+        Args:
+            batch_size: Number of sequences, B.
+
+        Returns:
+            A flat dict of tensors: those of each block, and `"position"`.
+            Their size does not depend on how many tokens they have seen.
+
+        Raises:
+            ValueError: If the model is not causal, or its feature map is
+                "exact", whose state would grow.
+        """
+        state = {}
+        for block in self.blocks:
+            for name, value in block.get_initial_state(batch_size).items():
+                shared = name == "position"
+                state[name if shared else f"{block.name}_{name}"] = value
+        return state
+
+    def step(self, ids, state, mask=None, training=False):
+        """Continues sequences by one or more tokens.
+
+        Works eagerly, in a `tf.function` and under XLA. The state that is
+        given is not changed. Gradients flow through it, so that a sequence
+        longer than the memory can be trained on segment by segment.
+
+        Args:
+            ids: Integer tokens of shape `(B, L)`.
+            state: State of all tokens before these: of
+                `get_initial_state`, or of the last `step`.
+            mask: Mask of shape `(B, L)`, or `None`. A masked token leaves
+                the state of its row as it is; its logits mean nothing.
+            training: Whether dropout is active.
+
+        Returns:
+            Logits of shape `(B, L, V)`, and the state after these tokens.
+
+        Raises:
+            ValueError: As `get_initial_state`, or if the state is not one
+                of this model.
+        """
+        x, state = self._advance(ids, state, mask, training)
+        return self._predict(x), state
+
+    def _advance(self, ids, state, mask=None, training=False):
+        """The last block's output `[B, L, hidden_dim]`, and the new state."""
+        if not isinstance(state, dict) or "position" not in state:
+            raise ValueError(
+                "Received an invalid value for argument `state`, expected "
+                "the dict that `get_initial_state` or `step` returns. "
+                f"Received: {state!r}"
+            )
+        ids = ops.convert_to_tensor(ids)
+        if mask is not None:
+            mask = ops.cast(mask, "bool")
+        position = state["position"]
+        positions = state_positions(position, ids, mask)
+        x = self.embedding(ids, positions=positions)
+        new = {}
+        for block in self.blocks:
+            own = {
+                name.removeprefix(block.name + "_"): value
+                for name, value in state.items()
+                if name.startswith(block.name + "_")
+            }
+            x, own = block(
+                x,
+                mask=mask,
+                initial_state={**own, "position": position},
+                return_state=True,
+                training=training,
+            )
+            new["position"] = own.pop("position")
+            for name, value in own.items():
+                new[f"{block.name}_{name}"] = value
+        return x, new
+
+    def get_config(self):
+        return {
+            "name": self.name,
+            "trainable": self.trainable,
+            "dtype": keras.dtype_policies.serialize(self.dtype_policy),
+            "vocabulary_size": self.vocabulary_size,
+            "num_layers": self.num_layers,
+            "num_heads": self.num_heads,
+            "hidden_dim": self.hidden_dim,
+            "intermediate_dim": self.intermediate_dim,
+            "sequence_length": self.sequence_length,
+            "causal": self.causal,
+            "feature_map": feature_maps.serialize(self.feature_map),
+            "num_features": self.num_features,
+            "position": self.position,
+            "tie_embeddings": self.tie_embeddings,
+            "reversible": self.reversible,
+            "dropout": self.dropout,
+            "redraw_interval": self.redraw_interval,
+            "local_window": self.local_window,
+            "chunk_size": self.chunk_size,
+            "activation": activations.serialize(self.activation),
+            "layer_norm_epsilon": self.layer_norm_epsilon,
+            "seed": arguments.serialize_seed(self.seed),
+        }
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        return cls(**config)
