@@ -122,6 +122,8 @@ class Generation:
         """New tokens `[B, size]` by carrying a state."""
         longest = max(map(len, prompts))
         segment = min(SEGMENT, _round_up(longest, ROUND))
+        if self.position == "learned":
+            segment = min(segment, self.sequence_length)
         ids, mask = _padded(prompts, _round_up(longest, segment))
         state = self.get_initial_state(len(prompts))
         last = np.zeros((len(prompts), 1, self.hidden_dim), "float32")
