@@ -214,6 +214,11 @@ def load_tokenizer(config, folder):
     )
 
 
+def prompt_ids(tokenizer, prompt):
+    """The mark of a start, and the tokens of a string: a list of int."""
+    return [0] + [int(i) for i in tokenizer.tokenize([prompt])[0]]
+
+
 def load_model(path):
     """A `.keras` file or an exported SavedModel folder as a callable.
 

@@ -13,15 +13,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 from absl import flags
-from keras import layers
 
 from examples import common
 from examples.pg19 import config as configs
 from examples.pg19 import data
 from examples.pg19 import evaluate
+from keras_performer import PerformerLM
 from keras_performer import saving
-from keras_performer.layers import PerformerBlock
-from keras_performer.layers import TokenAndPositionEmbedding
 
 
 def build_model(config, vocabulary_size):
@@ -32,7 +30,7 @@ def build_model(config, vocabulary_size):
         vocabulary_size: int, V.
 
     Returns:
-        A functional `keras.Model` for any L.
+        A `keras_performer.PerformerLM`.
 
     Raises:
         examples.common.UserError: a layer refuses a value of the config.
@@ -46,44 +44,24 @@ def build_model(config, vocabulary_size):
 
 
 def _build_model(config, vocabulary_size):
-    dtype = config.dtype_policy
-    ids = keras.Input((None,), dtype="int32", name="ids")
-    embedding = TokenAndPositionEmbedding(
+    return PerformerLM(
         vocabulary_size,
-        config.sequence_length,
+        config.num_layers,
+        config.num_heads,
         config.hidden_dim,
-        position=None,
-        dtype=dtype,
-        name="embedding",
+        config.intermediate_dim,
+        config.sequence_length,
+        feature_map=common.get_feature_map(
+            config.feature_map, config.far_weight
+        ),
+        num_features=config.num_features,
+        local_window=config.local_window,
+        tie_embeddings=config.tie_embeddings,
+        dropout=config.dropout,
+        seed=config.seed,
+        dtype=config.dtype_policy,
+        name="pg19",
     )
-    x = embedding(ids)
-    for i in range(config.num_layers):
-        x = PerformerBlock(
-            config.num_heads,
-            config.intermediate_dim,
-            feature_map=common.get_feature_map(
-                config.feature_map, config.far_weight
-            ),
-            num_features=config.num_features,
-            local_window=config.local_window,
-            causal=True,
-            rotary=True,
-            normalize_first=True,
-            dropout=config.dropout,
-            seed=config.seed + i,
-            dtype=dtype,
-            name=f"block_{i}",
-        )(x)
-    x = layers.LayerNormalization(
-        epsilon=1e-5, dtype=dtype, name="final_norm"
-    )(x)
-    if config.tie_embeddings:
-        x = embedding(x, reverse=True)
-    else:
-        x = layers.Dense(vocabulary_size, dtype=dtype, name="head")(x)
-    # Softmax over a large vocabulary wants float32 under every policy.
-    logits = layers.Activation("linear", dtype="float32", name="logits")(x)
-    return keras.Model(ids, logits, name="pg19")
 
 
 def compile_model(model, config, tokenizer):
@@ -201,29 +179,27 @@ def export(model, example, path):
         path: folder of the SavedModel.
 
     Returns:
-        `(reloaded, difference)`: the reloaded layer and the largest absolute
-        difference of its logits, a float.
+        The largest absolute difference of the reloaded layer's logits, a
+        float.
     """
     saving.export_saved_model(model, path)
     reloaded = saving.load_saved_model(path)
     difference = np.max(np.abs(model(example) - reloaded(example)))
-    return reloaded, float(difference)
+    return float(difference)
 
 
 def continue_text(
-    model, tokenizer, prompt, num_tokens, length, temperature=0.8, seed=0
+    generate, tokenizer, prompt, num_tokens, temperature=0.8, seed=0
 ):
-    """Samples a continuation, one token a call.
-
-    The whole context is computed again for every token.
+    """Samples a continuation.
 
     Args:
-        model: callable, ids `[1, L]` -> logits `[1, L, V]` for any L.
+        generate: function `(ids, num_tokens, temperature, seed)`, the
+            endpoint of an exported model: int32 ids `[1, L]` -> new ids
+            `[1, num_tokens]`.
         tokenizer: the tokenizer of the model.
         prompt: string.
         num_tokens: int, the most tokens to add.
-        length: int, the most tokens that the model sees: a start and the
-            latest ones.
         temperature: float; below 1 safer, above 1 wilder, 0 always the
             likeliest token.
         seed: int, seed of the draws.
@@ -232,28 +208,16 @@ def continue_text(
         The continuation, a string. It ends early where the model ends the
         document.
     """
-    # One trace for all lengths.
-    logits_of = tf.function(
-        model, input_signature=[tf.TensorSpec([1, None], "int32")]
-    )
-    generator = np.random.default_rng(seed)
-    ids = [int(i) for i in tokenizer.tokenize([prompt])[0]]
-    first = len(ids)
-    for _ in range(num_tokens):
-        context = [0] + ids[max(0, len(ids) - length + 1) :]
-        logits = logits_of(tf.constant([context]))[0, -1].numpy()
-        if temperature == 0:
-            chosen = int(np.argmax(logits))
-        else:
-            scaled = logits.astype("float64") / temperature
-            weights = np.exp(scaled - np.max(scaled))
-            chosen = int(
-                generator.choice(len(weights), p=weights / np.sum(weights))
-            )
-        if chosen == 0:
-            break
-        ids.append(chosen)
-    return tokenizer.detokenize(ids[first:])
+    if not num_tokens:
+        return ""
+    new = generate(
+        tf.constant([evaluate.prompt_ids(tokenizer, prompt)], tf.int32),
+        tf.constant(num_tokens),
+        tf.constant(temperature, tf.float32),
+        tf.constant(seed),
+    )[0].numpy()
+    ends = np.nonzero(new == 0)[0]
+    return tokenizer.detokenize(new[: ends[0]] if ends.size else new)
 
 
 def define_flags(flag_values=flags.FLAGS):
@@ -319,18 +283,18 @@ def main(flag_values=flags.FLAGS):
     example = next(
         iter(data.validation_dataset(validation, tokenizer, config))
     )[0]
-    reloaded, difference = export(model, example, path)
+    difference = export(model, example, path)
     print(
         f"\nSavedModel: {path}\n"
         f"reloaded, largest difference of a logit: {difference:.2g}"
     )
     prompt = flag_values["prompt"].value
+    exported = tf.saved_model.load(path)  # holds the variables
     continuation = continue_text(
-        reloaded,
+        exported.generate,
         tokenizer,
         prompt,
         flag_values["sample_tokens"].value,
-        config.sequence_length,
         flag_values["temperature"].value,
         config.seed,
     )

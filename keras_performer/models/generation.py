@@ -152,7 +152,10 @@ class Generation:
         """A function of this module, compiled for this model."""
         functions = self.__dict__.setdefault("_generate_functions", {})
         if name not in functions:
-            functions[name] = _compile(self, globals()[name])
+            # Prompts come in many sizes: XLA would take longer for each than
+            # it saves.
+            loop = name != "prefill"
+            functions[name] = _compile(self, globals()[name], loop)
         return functions[name]
 
     def serving_endpoints(self):
@@ -322,15 +325,16 @@ def _loop(start, logits, advance, count, size, top_k, options):
     return ops.while_loop(going, body, (index, ended, tokens, *start))[2]
 
 
-def _compile(model, function):
-    """`function(model, ...)`; integers and `None` among its arguments are
-    constants."""
+def _compile(model, function, use_xla):
+    """`function(model, ...)` compiled, by XLA on TensorFlow if `use_xla`.
+
+    Integers and `None` among its arguments are constants.
+    """
     function = functools.partial(function, model)
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
-        # The partial has no name, and autograph nothing to convert.
-        return tf.function(function, jit_compile=True, autograph=False)
+        return tf.function(function, jit_compile=use_xla, autograph=False)
     import jax
 
     def static(x):

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import socket
+import types
 
 import keras
 import numpy as np
@@ -18,7 +19,9 @@ from examples import common
 from examples.pg19 import config as configs
 from examples.pg19 import data
 from examples.pg19 import evaluate
+from examples.pg19 import generate
 from examples.pg19 import train
+from keras_performer import PerformerLM
 
 pytestmark = pytest.mark.tensorflow_only("the examples use tf.data")
 
@@ -71,16 +74,12 @@ def books(tmp_path):
 
 
 @pytest.fixture
-def bigram_model(monkeypatch):
+def small_model(monkeypatch):
     """For tests that are about all but the model: one that trains at once."""
 
     def build(config, vocabulary_size):
-        return keras.Sequential(
-            [
-                keras.Input((None,), dtype="int32"),
-                keras.layers.Embedding(vocabulary_size, 8),
-                keras.layers.Dense(vocabulary_size),
-            ]
+        return PerformerLM(
+            vocabulary_size, 1, 1, 4, 4, 32, feature_map="relu", num_features=4
         )
 
     monkeypatch.setattr(train, "build_model", build)
@@ -251,47 +250,73 @@ def test_config_file_round_trip(tmp_path):
 # --- continuation ----------------------------------------------------------
 
 
-def successor(vocabulary_size=257, sharpness=50.0):
-    """A model that expects id + 1 after each id, and 5 after a start."""
+def endpoint(*ids):
+    """A `generate` that gives these ids, and notes what it was asked."""
+    asked = []
 
-    def model(x):
-        following = tf.where(x == 0, 5, (x + 1) % vocabulary_size)
-        return sharpness * tf.one_hot(following, vocabulary_size)
+    def generate(prompt, num_tokens, temperature, seed):
+        asked.append([x.numpy().tolist() for x in (prompt, num_tokens)])
+        return tf.constant([ids])
 
-    return model
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_continuation_follows_the_model_beyond_its_window(temperature):
-    text = train.continue_text(
-        successor(),
-        data.ByteTokenizer(),
-        "abcdefgh",
-        num_tokens=6,
-        length=4,
-        temperature=temperature,
-    )
-    assert text == "ijklmn"
+    return generate, asked
 
 
-def test_continuation_of_nothing_and_at_the_end_of_a_document():
-    arguments = {"num_tokens": 3, "length": 4, "temperature": 0.0}
+def test_continuation_ends_with_the_document():
     tokenizer = data.ByteTokenizer()
-    text = train.continue_text(successor(), tokenizer, "", **arguments)
-    assert text == bytes([4, 5, 6]).decode()
-    # With 100 ids, byte 97 (id 98) is followed by 99 and then by the end.
-    text = train.continue_text(successor(100), tokenizer, "a", **arguments)
-    assert text == "b"
+    generate, asked = endpoint(100, 101, 0, 102)
+    assert train.continue_text(generate, tokenizer, "ab", 4) == "cd"
+    assert asked == [[[[0, 98, 99]], 4]]
+    generate, asked = endpoint(100, 101)
+    assert train.continue_text(generate, tokenizer, "", 2) == "cd"
+    assert asked == [[[[0]], 2]]
+    assert train.continue_text(generate, tokenizer, "a", 0) == ""
 
 
-def test_continuation_is_drawn_from_the_seed():
-    def draw(seed):
-        return train.continue_text(
-            uniform, data.ByteTokenizer(), "a", 8, 8, seed=seed
-        )
+@pytest.mark.parametrize("feature_map", ["favor+", "window"])
+def test_text_is_streamed_as_the_whole_model_continues_it(feature_map):
+    model = train.build_model(
+        tiny_config("--num_layers=1", f"--feature_map={feature_map}"), 257
+    )
+    tokenizer = types.SimpleNamespace(
+        tokenize=data.ByteTokenizer().tokenize, detokenize=str
+    )
+    pieces = list(generate.stream(model, tokenizer, "ab", 12, temperature=0.0))
+    ids = np.array([[0, 98, 99]])
+    for _ in range(12):
+        logits = np.asarray(model(ids))[0, -1]
+        ids = np.append(ids, [[np.argmax(logits)]], axis=1)
+    expected = [f"[{i}]" for i in ids[0, 3:].tolist()]
+    end = expected.index("[0]") if "[0]" in expected else 12
+    assert pieces == [*expected[:end], "[]"]
 
-    assert draw(1) == draw(1)
-    assert draw(1) != draw(2)
+
+def test_letters_of_several_bytes_are_streamed_whole(monkeypatch):
+    text = "aé€𝄞b"
+    ids = [byte + 1 for byte in text.encode()] + [0]
+    model = types.SimpleNamespace(
+        get_initial_state=lambda batch: {"position": tf.zeros(1, "int32")},
+        step=lambda ids, state: (tf.zeros((1, 1, 257)), state),
+    )
+
+    def sample(logits, seed):
+        return tf.gather(ids, seed[1:])
+
+    monkeypatch.setattr(generate, "sample", sample)
+    pieces = generate.stream(model, data.ByteTokenizer(), "x", 0)
+    assert [piece for piece in pieces if piece] == list(text)
+
+
+def test_what_cannot_be_streamed_is_named(tmp_path):
+    model = train.build_model(
+        tiny_config("--feature_map=exact", "--local_window=none"), 257
+    )
+    path = str(tmp_path / "exact.keras")
+    model.save(path)
+    flag_values = flags.FlagValues()
+    generate.define_flags(flag_values)
+    flag_values(["generate", f"--model={path}"])
+    with pytest.raises(common.UserError, match="exact attention"):
+        generate.main(flag_values)
 
 
 # --- from the command line to the scores -----------------------------------
@@ -341,8 +366,15 @@ def test_o65_train_and_evaluate_offline(books, tmp_path, capsys, no_network):
     difference = printed.split("difference of a logit: ")[1].split()[0]
     assert float(difference) < 1e-4
 
+    flag_values = flags.FlagValues()
+    generate.define_flags(flag_values)
+    path = folder / "best.keras"
+    flag_values(["generate", f"--model={path}", "--num_tokens=5"])
+    generate.main(flag_values)
+    assert capsys.readouterr().out.startswith("The value of ")
 
-def test_train_without_any_data(tmp_path, capsys, no_network, bigram_model):
+
+def test_train_without_any_data(tmp_path, capsys, no_network, small_model):
     # main() with no --data_dir: what the command does in an empty checkout.
     arguments = ["--steps=1", "--validation_every=1", "--sample_tokens=3"]
     arguments.append(f"--output_dir={tmp_path}")
@@ -355,7 +387,7 @@ def test_train_without_any_data(tmp_path, capsys, no_network, bigram_model):
 
 
 def test_train_with_a_learned_vocabulary(
-    books, tmp_path, capsys, bigram_model
+    books, tmp_path, capsys, small_model
 ):
     folder = tmp_path / "run"
     arguments = ["--tokenizer=wordpiece", "--vocabulary_size=60"]

@@ -126,7 +126,9 @@ def gradients(layer, x, cotangent, mode="eager"):
 
 
 @every_kind
-@both_rotary
+@pytest.mark.parametrize(
+    "rotary", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 def test_gradients_flow_through_states(name, window, rotary):
     layer = make(name, window, rotary, kind="attention")
     x, cotangent = normal(2, 41, 12), normal(2, 41, 12, seed=1)

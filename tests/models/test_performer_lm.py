@@ -30,7 +30,7 @@ def make(**kwargs):
     """A model whose weights are large enough for answers that vary."""
     options = {
         "vocabulary_size": VOCABULARY,
-        "num_layers": 2,
+        "num_layers": 1,
         "num_heads": 2,
         "hidden_dim": 12,
         "intermediate_dim": 13,
@@ -81,7 +81,9 @@ KINDS = {
     },
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
-streaming = pytest.mark.parametrize("kind", list(KINDS)[:6])
+LONG = ("sine", "no positions")  # to compile, and much like others
+STREAMING = list(KINDS)[:6]
+streaming = pytest.mark.parametrize("kind", STREAMING)
 
 
 @every_kind
@@ -152,19 +154,15 @@ def test_a_model_is_cloned_and_pickled():
     np.testing.assert_array_equal(clone(x), model(x))
     pickled = pickle.loads(pickle.dumps(model))
     np.testing.assert_array_equal(pickled(x), model(x))
-    np.testing.assert_array_equal(
-        pickled.generate(x, 2, seed=1), model.generate(x, 2, seed=1)
-    )
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_a_model_learns_to_count(jit_compile):
+def test_a_model_learns_to_count():
     ids = (np.arange(13)[None, :] + np.arange(8)[:, None]) % VOCABULARY
     model = PerformerLM(VOCABULARY, 1, 2, 16, 16, 13, seed=1, num_features=8)
     model.compile(
         keras.optimizers.Adam(0.02),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        jit_compile=jit_compile,
+        jit_compile=False,
     )
     model.fit(ids[:, :-1], ids[:, 1:], epochs=80, verbose=0)
     # Nothing else follows: the loss of a sure answer.
@@ -175,7 +173,7 @@ def test_a_model_learns_to_count(jit_compile):
 
 @streaming
 def test_steps_equal_the_full_pass(kind):
-    model = make(**KINDS[kind])
+    model = make(num_layers=2, **KINDS[kind])
     x = tokens(2, 19)
     full = to_numpy(model(x))
     state = model.get_initial_state(2)
@@ -195,7 +193,13 @@ def test_steps_equal_the_full_pass(kind):
     assert_close(logits[:, 3:], full, TOLERANCE)
 
 
-@streaming
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow) if kind in LONG else kind
+        for kind in STREAMING
+    ],
+)
 def test_generation_equals_the_whole_model(kind):
     model = make(**KINDS[kind])
     prompts = [tokens(1, n, seed=n)[0].tolist() for n in (5, 1, 9)]
@@ -218,7 +222,7 @@ def test_generation_equals_the_whole_model(kind):
 def test_a_long_prompt_is_taken_in_by_segments(monkeypatch):
     monkeypatch.setattr(generation, "SEGMENT", 16)
     monkeypatch.setattr(generation, "ROUND", 8)
-    model = make()
+    model = make(num_layers=2)
     prompts = [tokens(1, n, seed=n)[0] for n in (50, 16, 3)]  # above 40
     actual = model.generate(prompts, 5, temperature=0)
     expected = [greedy(model, prompt, 5) for prompt in prompts]
@@ -375,7 +379,7 @@ def test_draws_have_the_probabilities_of_the_logits(
     ],
 )
 def test_a_wrong_prompt_or_option_is_named(arguments, error, message):
-    model = make(num_layers=1)
+    model = make()
     with pytest.raises(error, match=message):
         model.generate(*arguments)
 
@@ -426,7 +430,10 @@ def test_low_precision_generates_the_same():
 
 
 @pytest.mark.tensorflow_only("a SavedModel is TensorFlow's")
-@pytest.mark.parametrize("kind", ["default", "learned", "exact"])
+@pytest.mark.parametrize(
+    "kind",
+    ["default", "exact", pytest.param("learned", marks=pytest.mark.slow)],
+)
 def test_a_saved_model_generates(kind, tmp_path):
     model = make(**KINDS[kind])
     saving.export_saved_model(model, tmp_path / "exported")

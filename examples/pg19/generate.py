@@ -1,0 +1,139 @@
+"""Continues a text by a trained model, and shows each token at once.
+
+    python -m examples.pg19.generate --model=runs/pg19-smoke/best.keras \\
+        --prompt="The value of "
+
+The model is the `.keras` file of a training run; its `config.json` (and
+`vocabulary.txt`) must still stand beside it.
+"""
+
+import functools
+import os
+
+import tensorflow as tf
+from absl import flags
+
+from examples import common
+from examples.pg19 import config as configs
+from examples.pg19 import evaluate
+from keras_performer import PerformerLM
+from keras_performer.feature_maps import Exact
+from keras_performer.models import sample
+
+
+def stream(model, tokenizer, prompt, num_tokens, seed=0, **options):
+    """Yields the continuation of a text in pieces, token by token.
+
+    The cost of a token does not depend on how many there are before it.
+
+    Args:
+        model: causal `keras_performer.PerformerLM`, not of "exact" attention.
+        tokenizer: the tokenizer of the model.
+        prompt: string.
+        num_tokens: int, the most tokens to add; 0: without end.
+        seed: int, seed of the draws.
+        **options: `temperature`, `top_k` and `top_p` of
+            `keras_performer.models.sample`.
+
+    Yields:
+        Strings. A letter of several tokens comes with its last one.
+    """
+
+    @functools.partial(tf.function, jit_compile=True)
+    def following(ids, state, index):
+        logits, state = model.step(ids, state)
+        token = sample(logits[:, -1], tf.stack([seed, index]), **options)
+        return token[:, None], state
+
+    ids = tf.constant([evaluate.prompt_ids(tokenizer, prompt)], tf.int32)
+    state = model.get_initial_state(1)
+    held, index = [], 0
+    while not num_tokens or index < num_tokens:
+        ids, state = following(ids, state, tf.constant(index))
+        token = int(ids[0, 0])
+        if token == 0:
+            break
+        held.append(token)
+        text = tokenizer.detokenize(held)
+        # The mark of bytes that are no letter yet; four are one for sure.
+        if not text.endswith("\ufffd") or len(held) >= 4:
+            yield text
+            held = []
+        index += 1
+    yield tokenizer.detokenize(held)
+
+
+def define_flags(flag_values=flags.FLAGS):
+    """Defines the flags of this command."""
+    strings = {
+        "model": ("", "The .keras file of a training run."),
+        "prompt": ("The value of ", "Text to continue."),
+    }
+    for name, (default, text) in strings.items():
+        flags.DEFINE_string(
+            name,
+            default or None,
+            text,
+            flag_values=flag_values,
+            required=not default,
+        )
+    for name, default, text in (
+        ("num_tokens", 1000, "Tokens to add; 0: without end."),
+        ("seed", 0, "Of the draws."),
+    ):
+        flags.DEFINE_integer(
+            name, default, text, lower_bound=0, flag_values=flag_values
+        )
+    flags.DEFINE_float(
+        "temperature",
+        0.7,
+        "0: the likeliest token.",
+        lower_bound=0.0,
+        flag_values=flag_values,
+    )
+    flags.DEFINE_integer(
+        "top_k",
+        None,
+        "Draw from so many of the likeliest; none: all.",
+        lower_bound=1,
+        flag_values=flag_values,
+    )
+    flags.DEFINE_float(
+        "top_p",
+        None,
+        "Draw from the likeliest of this probability; none: all.",
+        lower_bound=0.0,
+        upper_bound=1.0,
+        flag_values=flag_values,
+    )
+
+
+def main(options=flags.FLAGS):
+    """Runs the command."""
+    model = evaluate.load_model(options.model)
+    exact = isinstance(getattr(model, "feature_map", None), Exact)
+    if not isinstance(model, PerformerLM) or exact:
+        raise common.UserError(
+            "--model: expected the .keras file of a model that carries a "
+            f"state, not of exact attention. Received: {options.model}"
+        )
+    folder = os.path.dirname(os.path.abspath(options.model))
+    tokenizer = evaluate.load_tokenizer(configs.read(folder), folder)
+    print(options.prompt, end="", flush=True)
+    for text in stream(
+        model,
+        tokenizer,
+        options.prompt,
+        options.num_tokens,
+        options.seed,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+    ):
+        print(text, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    define_flags()
+    common.run(main)
