@@ -22,6 +22,10 @@ r"""Measures time and memory, as ratios against others in the same run.
 in a process of its own, with its peak resident memory, against the same model
 with exact attention and with attention that returns the values.
 
+`--levels=decode` measures one token of those models as `generate` makes it,
+causal, after texts of several lengths, against running the model on the whole
+text for it.
+
 All contenders of a configuration take turns, `--repeats` times; a ratio is
 the median of the ratios of single rounds. `OUTPUT_DIR` receives
 `benchmark.json`, `benchmark.csv`, `table.md` and, of the models,
@@ -48,10 +52,13 @@ from examples import common
 from keras_performer import feature_maps
 from keras_performer import ops as attention_ops
 
+LEVELS = ("op", "model", "decode")
 KINDS = ("causal", "window", "bidirectional")
 # (heads, layers, d_ff, width): the article's, regular and small.
 MODELS = {"regular": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}
 LENGTHS = tuple(2**n for n in range(8, 17))
+DECODE_LENGTHS = (1024, 4096, 65536)
+DECODE_TOKENS = 64  # of which the mean is one measurement
 WINDOW = 128
 CHUNK = 128
 # A contender that takes longer than this is measured once.
@@ -449,6 +456,58 @@ def measure_model(name, causal, length, options):
     return rows
 
 
+def measure_decoding(name, length, options):
+    """Rows of one configuration: a token after `length` others."""
+    heads, layers, d_ff, width = MODELS[name]
+    model = keras_performer.PerformerLM(
+        256, layers, heads, width, d_ff, length
+    )
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 256, (1, length)).astype("int32")
+    last, state = model._take_in(list(ids))
+    loop = model._compiled("continue_state")
+    draw = {"temperature": np.float32(1), "top_p": None}
+    draw |= {"end_id": np.int32(-1), "seed": np.int32(0)}
+    count = DECODE_TOKENS
+    runs = {
+        OURS: lambda: loop(last, state, np.int32(count), count, None, draw)[
+            0, 0
+        ],
+        AGAIN: _whole_text(model, ids),
+    }
+    seconds = {contender: [] for contender in runs}
+    for run in runs.values():
+        timed(run)  # traces and compiles
+    for _ in range(options.repeats):
+        for contender, run in runs.items():
+            tokens = count if contender == OURS else 1
+            seconds[contender].append(timed(run) / tokens)
+    return [
+        {
+            "level": "decode",
+            "kind": f"{name}, causal",
+            "what": "a token",
+            "jit_compile": True,
+            "length": length,
+            "contender": contender,
+            **_statistics(times, seconds[OURS]),
+        }
+        for contender, times in seconds.items()
+    ]
+
+
+AGAIN = "the whole text again"
+
+
+def _whole_text(model, ids):
+    import tensorflow as tf
+
+    function = tf.function(
+        lambda ids: tf.reduce_sum(model(ids)[:, -1]), jit_compile=True
+    )
+    return functools.partial(function, tf.constant(ids))
+
+
 def _out_of_memory(run):
     words = ("ResourceExhausted", "bad_alloc", "MemoryError", "RESOURCE_EX")
     return run.returncode < 0 or any(word in run.stderr for word in words)
@@ -485,9 +544,11 @@ def _seconds_cell(row):
         return ""
     if row["seconds"] is None:
         return "does not fit"
-    text = f"{row['seconds']:.3f} s"
+    unit, scale = ("ms", 1e3) if row["level"] == "decode" else ("s", 1.0)
+    text = f"{row['seconds'] * scale:.3f} {unit}"
     if row.get("least") is not None:
-        text += f" ({row['least']:.3f} to {row['most']:.3f})"
+        least, most = row["least"] * scale, row["most"] * scale
+        text += f" ({least:.3f} to {most:.3f})"
     if row.get("memory"):
         text += f", {row['memory'] / 2**30:.2f} GiB"
     return text
@@ -570,7 +631,7 @@ def define_flags(flag_values=flags.FLAGS):
     """The command's flags."""
     for define, name, default, text in (
         (flags.DEFINE_string, "output_dir", None, "Folder of the results."),
-        (flags.DEFINE_list, "levels", ["op", "model"], "Of op, model."),
+        (flags.DEFINE_list, "levels", list(LEVELS), f"Of {LEVELS}."),
         (flags.DEFINE_list, "kinds", list(KINDS), "Of attention, op."),
         (flags.DEFINE_list, "models", list(MODELS), "Sizes of models."),
         (flags.DEFINE_list, "lengths", None, "Tokens; 256 to 65,536."),
@@ -591,7 +652,7 @@ class _Settings:
 
     def __init__(self, options):
         for name, known in (
-            ("levels", ("op", "model")),
+            ("levels", LEVELS),
             ("kinds", KINDS),
             ("models", tuple(MODELS)),
             ("jit_compile", ("true", "false")),
@@ -624,6 +685,7 @@ class _Settings:
         if options.quick:
             self.repeats = min(3, self.repeats)
         default = (1024, 8192) if options.quick else LENGTHS
+        self.decode_lengths = self.lengths or DECODE_LENGTHS
         self.lengths = self.lengths or default
         self.jit_compile = [text == "true" for text in self.jit_compile]
 
@@ -644,6 +706,12 @@ class _Settings:
                         yield lambda unit, options, job=(
                             name, causal, length
                         ): measure_model(*job, options)
+        if "decode" in self.levels:
+            for name in self.models:
+                for length in self.decode_lengths:
+                    yield lambda unit, options, job=(
+                        name, length
+                    ): measure_decoding(*job, options)
 
 
 def main(options=flags.FLAGS):

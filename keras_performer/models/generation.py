@@ -120,6 +120,13 @@ class Generation:
 
     def _stream(self, prompts, count, size, top_k, options):
         """New tokens `[B, size]` by carrying a state."""
+        last, state = self._take_in(prompts)
+        return self._compiled("continue_state")(
+            last, state, np.int32(count), size, top_k, options
+        )
+
+    def _take_in(self, prompts):
+        """The last block's output for the last tokens, and the state."""
         longest = max(map(len, prompts))
         segment = min(SEGMENT, _round_up(longest, ROUND))
         if self.position == "learned":
@@ -132,9 +139,7 @@ class Generation:
             last, state = self._compiled("prefill")(
                 ids[:, part], mask[:, part], last, state
             )
-        return self._compiled("continue_state")(
-            last, state, np.int32(count), size, top_k, options
-        )
+        return last, state
 
     def _repeat(self, prompts, count, size, top_k, options):
         """New tokens `[B, size]` by running on the whole sequence again."""

@@ -260,6 +260,21 @@ def test_a_model_is_measured_beside_one_that_does_not_fit(
     assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
+def test_tokens_are_measured_beside_the_whole_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(benchmark, "MODELS", {"tiny": (1, 1, 8, 8)})
+    monkeypatch.setattr(benchmark, "DECODE_TOKENS", 3)
+    options = types.SimpleNamespace(repeats=2)
+    rows = benchmark.measure_decoding("tiny", 70, options)
+    assert [row["contender"] for row in rows] == [
+        "keras-performer",
+        "the whole text again",
+    ]
+    assert all(0 < row["least"] <= row["seconds"] for row in rows)
+    benchmark._write(rows, tmp_path)
+    text = (tmp_path / "table.md").read_text()
+    assert "| tiny, causal, a token | 70 |" in text and " ms (" in text
+
+
 @pytest.mark.parametrize("fitting", ["keras-performer", "exact"])
 def test_models_run_in_processes_of_their_own(fitting, tmp_path, monkeypatch):
     def run(command, **kwargs):
