@@ -100,6 +100,9 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
             none.
         mask_zero: Whether token 0 is padding. The output then carries the
             mask of all other tokens.
+        reverse_dtype: Dtype of the logits and of the product that gives
+            them; `None` for the compute dtype. bfloat16 has about three
+            digits: the likeliest tokens tie in it.
         **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
@@ -110,8 +113,8 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
             0 to L - 1.
 
     Returns:
-        Tensor of shape `(B, L, embedding_dim)`, or logits `(B, L, V)`, in
-        the compute dtype.
+        Tensor of shape `(B, L, embedding_dim)` in the compute dtype, or
+        logits `(B, L, V)` in `reverse_dtype`.
 
     Raises:
         ValueError: If an argument has a wrong value, or a sequence is longer
@@ -132,6 +135,7 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         embedding_dim,
         position="learned",
         mask_zero=False,
+        reverse_dtype=None,
         **kwargs,
     ):
         arguments.check_integer("vocabulary_size", vocabulary_size)
@@ -153,6 +157,9 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         self.embedding_dim = embedding_dim
         self.position = position
         self.mask_zero = mask_zero
+        if reverse_dtype is not None:
+            reverse_dtype = keras.backend.standardize_dtype(reverse_dtype)
+        self.reverse_dtype = reverse_dtype
 
     def build(self, inputs_shape):
         self.token_embedding = keras.layers.Embedding(
@@ -173,9 +180,9 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         self._check_shape(inputs.shape, reverse)
         if reverse:
             table = self.token_embedding.embeddings
+            dtype = self.reverse_dtype or self.compute_dtype
             return ops.matmul(
-                ops.cast(inputs, self.compute_dtype),
-                ops.transpose(ops.cast(table, self.compute_dtype)),
+                ops.cast(inputs, dtype), ops.transpose(ops.cast(table, dtype))
             )
         tokens = self.token_embedding(inputs)
         if self.position is None:
@@ -232,9 +239,11 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
 
     def compute_output_spec(self, inputs, reverse=False, positions=None):
         self._check_shape(inputs.shape, reverse)
+        dtype = self.compute_dtype
+        if reverse and self.reverse_dtype:
+            dtype = self.reverse_dtype
         return keras.KerasTensor(
-            self.compute_output_shape(inputs.shape, reverse),
-            dtype=self.compute_dtype,
+            self.compute_output_shape(inputs.shape, reverse), dtype=dtype
         )
 
     def get_config(self):
@@ -245,4 +254,5 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
             "embedding_dim": self.embedding_dim,
             "position": self.position,
             "mask_zero": self.mask_zero,
+            "reverse_dtype": self.reverse_dtype,
         }

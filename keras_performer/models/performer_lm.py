@@ -52,8 +52,9 @@ class PerformerLM(Generation, keras.Model):
         layer_norm_epsilon: Epsilon of the layer norms.
         seed: Integer or `keras.random.SeedGenerator`; blocks count up from
             an integer. `None` draws one for each.
-        dtype: Dtype policy of all layers. Logits are float32 under mixed
-            policies, and computed in the compute dtype.
+        dtype: Dtype policy of all layers. Logits are computed in float32
+            under every policy (float64 under float64), where the likeliest
+            tokens do not tie.
         **kwargs: `name` and `trainable`.
 
     Call arguments:
@@ -126,6 +127,7 @@ class PerformerLM(Generation, keras.Model):
         seed = arguments.get_seed(seed)
         feature_map = feature_maps.get(feature_map)
         rotary = position == "rotary"
+        precise = "float64" if dtype.compute_dtype == "float64" else "float32"
 
         # Layers.
         self.embedding = TokenAndPositionEmbedding(
@@ -133,6 +135,7 @@ class PerformerLM(Generation, keras.Model):
             sequence_length,
             hidden_dim,
             position=None if rotary else position,
+            reverse_dtype=precise,
             dtype=dtype,
             name="embedding",
         )
@@ -162,13 +165,8 @@ class PerformerLM(Generation, keras.Model):
         self.head = None
         if not tie_embeddings:
             self.head = keras.layers.Dense(
-                vocabulary_size, dtype=dtype, name="head"
+                vocabulary_size, dtype=precise, name="head"
             )
-        # Softmax over a large vocabulary wants float32 under mixed policies.
-        precise = "float64" if dtype.compute_dtype == "float64" else "float32"
-        self.logits = keras.layers.Activation(
-            "linear", dtype=precise, name="logits"
-        )
 
         # Functional model.
         ids = keras.Input((None,), dtype="int32", name="ids")
@@ -203,10 +201,8 @@ class PerformerLM(Generation, keras.Model):
         """Logits of the last block's output."""
         x = self.final_norm(x)
         if self.head is None:
-            x = self.embedding(x, reverse=True)
-        else:
-            x = self.head(x)
-        return self.logits(x)
+            return self.embedding(x, reverse=True)
+        return self.head(x)
 
     def get_initial_state(self, batch_size):
         """The state of an empty sequence, for `step`.

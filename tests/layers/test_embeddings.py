@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 
 from keras_performer.layers import TokenAndPositionEmbedding
+from keras_performer.layers.embeddings import rotary_embedding
 from tests.layers.dense_oracle import VARIANTS
 from tests.testing import ON_TENSORFLOW
 from tests.testing import assert_close
 from tests.testing import assert_differs
+from tests.testing import normal
 from tests.testing import to_numpy
 
 if ON_TENSORFLOW:
@@ -72,6 +74,51 @@ def test_an_unknown_length_beyond_the_table_is_not_a_number(jit_compile):
     output = to_numpy(function(ids))
     assert_close(output[:, :7], layer(ids[:, :7]), 1e-6)
     assert np.all(np.isnan(output[:, 7:]))
+
+
+def test_logits_have_a_dtype_of_their_own():
+    x = normal(1, 3, 11)
+    precise = TokenAndPositionEmbedding(
+        19, 7, 11, reverse_dtype="float32", dtype="mixed_bfloat16"
+    )
+    rounded = TokenAndPositionEmbedding(19, 7, 11, dtype="mixed_bfloat16")
+    rounded.build((None, None))
+    precise.build((None, None))
+    rounded.set_weights(precise.get_weights())
+    table = to_numpy(precise.token_embedding.embeddings)
+    errors = []
+    for layer, dtype in ((precise, "float32"), (rounded, "bfloat16")):
+        logits = layer(x, reverse=True)
+        assert keras.backend.standardize_dtype(logits.dtype) == dtype
+        symbolic = layer(keras.Input((3, 11)), reverse=True)
+        assert symbolic.dtype == dtype
+        errors.append(np.max(np.abs(to_numpy(logits) - x @ table.T)))
+    assert errors[0] < errors[1] / 2
+
+
+@pytest.mark.parametrize("position", ["learned", "sine"])
+def test_positions_are_those_that_are_given(position):
+    layer = TokenAndPositionEmbedding(19, 7, 10, position=position)
+    ids = np.array([[3, 1, 4, 1, 5, 9, 2]] * 2)
+    full = to_numpy(layer(ids))
+    places = np.array([[2, 0], [6, 6]])
+    some = layer(np.take_along_axis(ids, places, axis=1), positions=places)
+    some = to_numpy(some)
+    assert_close(some[0], full[0, [2, 0]], 1e-6)
+    assert_close(some[1], full[1, [6, 6]], 1e-6)
+
+
+@pytest.mark.parametrize("position", [5, 1023, 1024, 70_000, 1_000_000])
+def test_angles_of_far_positions_are_still_right(position):
+    x = normal(1, 1, 2, 16)
+    rotated = to_numpy(rotary_embedding(x, np.array([[position]], "int32")))
+    angle = position * 10_000.0 ** -(np.arange(8) / 8)
+    a, b = x[..., :8], x[..., 8:]
+    cos, sin = np.cos(angle), np.sin(angle)
+    expected = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    # Rounding of angles: of those below 1024, and of thousands of turns.
+    tolerance = (1024 + 2 * np.pi * position / 1024) * 2**-24 * 3
+    np.testing.assert_allclose(rotated, expected, atol=tolerance)
 
 
 def test_mask_zero_marks_the_zeros():

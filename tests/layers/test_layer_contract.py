@@ -204,6 +204,7 @@ def test_embedding_climbs_the_ladder(position, mask_zero):
             "embedding_dim": width,
             "position": position,
             "mask_zero": mask_zero,
+            "reverse_dtype": "float32",
         },
         {"inputs": IDS},
         output_shape=(2, 7, width),
@@ -409,7 +410,8 @@ SIGNATURES = {
         "normalize_first layer_norm_epsilon use_bias seed"
     ),
     TokenAndPositionEmbedding: (
-        "vocabulary_size sequence_length embedding_dim position mask_zero"
+        "vocabulary_size sequence_length embedding_dim position mask_zero "
+        "reverse_dtype"
     ),
 }
 
