@@ -58,6 +58,30 @@ def check_choice(name, value, choices):
         raise invalid(name, f"one of {choices}", value)
 
 
+def check_position(state, batch):
+    """Raises unless a call's `initial_state` knows the position of each row.
+
+    Args:
+        state: What was given; `None` for none.
+        batch: Number of rows, or `None`.
+    """
+    if state is None:
+        return
+    position = state.get("position") if isinstance(state, dict) else None
+    shape = getattr(position, "shape", None)
+    if shape is None or len(shape) != 1 or (
+        None not in (shape[0], batch) and shape[0] != batch
+    ):
+        received = type(state).__name__
+        if isinstance(state, dict):
+            received = f"{sorted(state)}, with `position` of shape {shape}"
+        raise ValueError(
+            "Received an invalid value for argument `initial_state`, expected "
+            f"a dict as `return_state` gives it, for {batch} rows. Received: "
+            f"{received}"
+        )
+
+
 def get_seed(seed):
     """An integer, a seed generator or `None`, from that or its config."""
     if isinstance(seed, dict):

@@ -50,7 +50,8 @@ def export_saved_model(model, path, input_signature=None):
     A causal `PerformerLM` has the endpoint `generate(ids, num_tokens,
     temperature, seed)` as well: tokens `(B, L)` of int32 without padding, a
     number of tokens to add, a temperature (float32, 0 for the likeliest) and
-    a seed give the new tokens.
+    a seed give the new tokens. With learned positions, all of them must fit
+    into `sequence_length`.
 
     Raises:
         TypeError: If `model` is not a `keras.Model`.
@@ -93,7 +94,7 @@ def export_saved_model(model, path, input_signature=None):
     archive.add_endpoint(
         _CALL_TRAINING, lambda inputs: model(inputs, training=True), signature
     )
-    endpoints = getattr(model, "serving_endpoints", dict)()
+    endpoints = getattr(model, "_serving_endpoints", dict)()
     for name, (function, specs) in endpoints.items():
         archive.add_endpoint(name, function, specs)
     # The TensorFlow variable of a frozen layer still says that it is

@@ -1,7 +1,7 @@
 """Continues a text by a trained model, and shows each token at once.
 
-    python -m examples.pg19.generate --model=runs/pg19-smoke/best.keras \\
-        --prompt="The value of "
+    python -m examples.pg19.generate --prompt="The value of "
+    python -m examples.pg19.generate --model=runs/pg19-small/best.keras
 
 The model is the `.keras` file of a training run; its `config.json` (and
 `vocabulary.txt`) must still stand beside it.
@@ -66,17 +66,14 @@ def stream(model, tokenizer, prompt, num_tokens, seed=0, **options):
 def define_flags(flag_values=flags.FLAGS):
     """Defines the flags of this command."""
     strings = {
-        "model": ("", "The .keras file of a training run."),
+        "model": (
+            "runs/pg19-smoke/best.keras",
+            "The .keras file of a training run.",
+        ),
         "prompt": ("The value of ", "Text to continue."),
     }
     for name, (default, text) in strings.items():
-        flags.DEFINE_string(
-            name,
-            default or None,
-            text,
-            flag_values=flag_values,
-            required=not default,
-        )
+        flags.DEFINE_string(name, default, text, flag_values=flag_values)
     for name, default, text in (
         ("num_tokens", 1000, "Tokens to add; 0: without end."),
         ("seed", 0, "Of the draws."),
@@ -110,6 +107,8 @@ def define_flags(flag_values=flags.FLAGS):
 
 def main(options=flags.FLAGS):
     """Runs the command."""
+    if options.top_p == 0:
+        raise common.UserError("--top_p: expected more than 0. Received: 0")
     model = evaluate.load_model(options.model)
     exact = isinstance(getattr(model, "feature_map", None), Exact)
     if not isinstance(model, PerformerLM) or exact:

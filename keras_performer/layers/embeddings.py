@@ -52,7 +52,7 @@ def rotary_embedding(x, positions=None):
 def state_positions(first, tokens, mask=None):
     """Positions `[B, L]` of tokens `[B, L, ...]` that continue a sequence.
 
-    A masked token takes no position; it is given the next one's.
+    A masked token takes no position; it is given the first.
 
     Args:
         first: The position of the first token, `[B]` or one for all rows.
@@ -64,7 +64,9 @@ def state_positions(first, tokens, mask=None):
     if mask is not None:
         count = ops.cast(mask, "int32")
     before = ops.cumsum(count, axis=1) - count
-    return before + ops.reshape(ops.cast(first, "int32"), (-1, 1))
+    positions = before + ops.reshape(ops.cast(first, "int32"), (-1, 1))
+    # Not the next one's, which may be beyond a table that is full.
+    return positions * count
 
 
 def _angles(positions, count, dtype):

@@ -158,32 +158,41 @@ class FeatureState(TrainingSteps):
     def _recomputes_on_jax(self):
         return self._statistics is None
 
-    def _begin_step(self):
+    def _begin_step(self, fresh=None):
         if not self.trainable:
             return  # frozen, as statistics of other layers are
         if self._statistics is not None:
-            self._adapt(STATISTICS_MOMENTUM)
+            self._adapt(STATISTICS_MOMENTUM, fresh)
         if self.redraw_interval is not None:
             redraw_if_due(
                 self._redraw_state,
                 self.projection,
                 self.redraw_interval,
                 self._draw,
+                fresh,
             )
 
-    def _adapt(self, momentum):
-        """Sets the feature map's weights as the tokens seen so far say."""
+    def _adapt(self, momentum, fresh=None):
+        """Sets the feature map's weights as the tokens seen so far say.
+
+        Nothing changes where the tensor `fresh` is false.
+        """
         observed = ops.convert_to_tensor(self._observed)
         # A step that overflowed is left out, as by a loss-scaling optimizer.
         observed = ops.where(
             ops.all(ops.isfinite(observed)), observed, ops.zeros_like(observed)
         )
-        sums = momentum * ops.convert_to_tensor(self._statistics) + observed
+        before = ops.convert_to_tensor(self._statistics)
+        sums = momentum * before + observed
+        if fresh is not None:
+            sums = ops.where(fresh, sums, before)
         self._statistics.assign(sums)
         # Or a step that does not come here would count twice.
         self._observed.assign(ops.zeros_like(sums))
         counts = sums[..., -1:]  # [2, H, 1]
         some = ops.all(counts > 0)
+        if fresh is not None:
+            some = ops.logical_and(some, fresh)
         means = sums[..., :-1] / ops.where(counts > 0, counts, 1.0)
         old = {
             name: ops.convert_to_tensor(weight)

@@ -102,9 +102,12 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
             It is not changed. Causal layers only, and not for "exact", whose
             state would grow. Gradients flow through it.
         return_state: Whether to return the state after these tokens too.
-            Its size does not depend on their number. A masked token leaves
-            the state of its row as it is: rows may be padded on either
-            side.
+            Its size does not depend on their number. Where a state is given
+            or returned, a masked token is not there: it takes no position
+            and leaves the state of its row as it is, so that rows may be
+            padded on either side. In training, no projection is redrawn and
+            no statistic adopted between the segments of a sequence, whose
+            state is read by the features that wrote it.
         return_attention_scores: Whether to return the matrix of weights
             too: O(L S) time and memory, for looking.
         use_causal_mask: Whether this call is causal; as `causal`.
@@ -326,7 +329,8 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
         stateful = initial_state is not None or return_state
         if stateful:
             self._check_stateful(causal, return_attention_scores)
-        self._step(training)
+            arguments.check_position(initial_state, query.shape[0])
+        self._step(training, initial_state)
         masks = [value_mask, key_mask]
         if value is None:
             masks += [mask, query_mask]
@@ -429,11 +433,15 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
                 f"{self.name} is not built yet: its state depends on its "
                 "weights. Call it, or its `build`, first."
             )
-        like = ops.zeros((batch_size, 1, self.num_heads, self.key_dim))
+        return self._empty_state(batch_size)
+
+    def _empty_state(self, batch_size):
+        shape = (batch_size, 1, self.num_heads)
+        query = self._scaled(ops.zeros((*shape, self.key_dim)))
         width = self.value_dim or self.key_dim
         return attention_ops.initial_state(
-            self._scaled(like),
-            ops.zeros((batch_size, 1, self.num_heads, width)),
+            query,
+            ops.zeros((*shape, width), dtype=query.dtype),
             feature_map=self.feature_map,
             projection=self.projection,
             weights=self._feature_weights,
@@ -441,7 +449,7 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
         )
 
     def _state_spec(self, batch):
-        state = self.get_initial_state(1)
+        state = self._empty_state(1)
         return {
             name: keras.KerasTensor((batch, *x.shape[1:]), dtype=x.dtype)
             for name, x in state.items()

@@ -241,7 +241,8 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
         stateful = initial_state is not None or return_state
         if stateful:
             self._check_stateful()
-        self._step(training)
+            arguments.check_position(initial_state, x.shape[0])
+        self._step(training, initial_state)
         x = ops.cast(x, self.compute_dtype)
         with self.attention._hold_step():
             x, state = self._parts(x, mask, initial_state, stateful, training)
@@ -305,8 +306,8 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
         self._check_stateful()
         return self.attention.get_initial_state(batch_size)
 
-    def _begin_step(self):
-        self.attention._begin_step()
+    def _begin_step(self, fresh=None):
+        self.attention._begin_step(fresh)
 
     def _recomputes_on_jax(self):
         return self.attention._recomputes_on_jax()

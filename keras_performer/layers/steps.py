@@ -36,7 +36,7 @@ class TrainingSteps:
     `self._step(training)`.
     """
 
-    def _step(self, training):
+    def _step(self, training, state=None):
         if not training or any(layer is self for layer in _thread.held):
             return
         # What Keras keeps for the time of a call of the outermost layer.
@@ -46,9 +46,17 @@ class TrainingSteps:
         if call is None or call is not last:
             if call is not None:
                 _thread.steps[self] = weakref.ref(call)
-            self._begin_step()
+            fresh = None
+            if state is not None:
+                fresh = ops.all(ops.equal(state["position"], 0))
+            self._begin_step(fresh)
 
-    def _begin_step(self):
+    def _begin_step(self, fresh=None):
+        """Begins a step, unless the tensor `fresh` is false.
+
+        What continues a sequence must read its state by the features that
+        wrote it: no step begins there.
+        """
         raise NotImplementedError
 
     def _recomputes_on_jax(self):
@@ -89,13 +97,13 @@ class TrainingSteps:
         recomputed = super().rematerialized_call(after_step, *tensors)
 
         def call(*args, **kwargs):
-            self._step(kwargs.get("training"))
+            self._step(kwargs.get("training"), kwargs.get("initial_state"))
             return recomputed(*tensors)
 
         return call
 
 
-def redraw_if_due(state, projection, interval, draw):
+def redraw_if_due(state, projection, interval, draw, fresh=None):
     """Counts a training step, and redraws at every `interval`-th.
 
     Args:
@@ -103,10 +111,15 @@ def redraw_if_due(state, projection, interval, draw):
         projection: Variable.
         interval: Steps between redraws.
         draw: Function from a seed to a new projection.
+        fresh: Boolean tensor, whether a step begins; `None`: yes.
     """
     words = ops.convert_to_tensor(state)
     step = words[1]
     due = ops.logical_and(step > 0, step % interval == 0)
+    one = 1
+    if fresh is not None:
+        due = ops.logical_and(due, fresh)
+        one = ops.cast(fresh, words.dtype)
     # The step is the second word of the seed, so that replicas agree and a
     # run that is resumed continues the same sequence.
     new = ops.cond(
@@ -116,4 +129,4 @@ def redraw_if_due(state, projection, interval, draw):
     )
     # Assigned outside of the condition, in which replicas may not.
     projection.assign(new)
-    state.assign(ops.stack([words[0], step + 1]))
+    state.assign(ops.stack([words[0], step + one]))

@@ -1,6 +1,7 @@
 """Continuing sequences: prefill by segments, then one compiled loop."""
 
 import functools
+import numbers
 import random
 
 import keras
@@ -35,7 +36,9 @@ class Generation:
 
         A prompt is taken in by the chunked scan, in segments; then each
         token costs the same, however long the sequence is. The loop is
-        compiled once for each batch size and each 64 of `max_new_tokens`.
+        compiled once for each batch size, each 64 of `max_new_tokens`, and
+        each `top_k`. A seed gives other draws in an exported model, which is
+        not compiled by XLA.
 
         With `feature_map="exact"`, whose state would grow, and where learned
         positions run out, the model runs on the whole sequence again for
@@ -72,6 +75,10 @@ class Generation:
                 f"{self.name} cannot generate: it is not causal. Received: "
                 "causal=False"
             )
+        max_new_tokens, top_k, end_id, seed = (
+            int(x) if isinstance(x, np.integer) else x
+            for x in (max_new_tokens, top_k, end_id, seed)
+        )
         arguments.check_integer("max_new_tokens", max_new_tokens)
         arguments.check_integer("top_k", top_k, optional=True)
         _check_number("temperature", temperature, 0.0, float("inf"))
@@ -128,14 +135,15 @@ class Generation:
     def _take_in(self, prompts):
         """The last block's output for the last tokens, and the state."""
         longest = max(map(len, prompts))
-        segment = min(SEGMENT, _round_up(longest, ROUND))
+        ids, mask = _padded(prompts, _round_up(longest, ROUND))
         if self.position == "learned":
-            segment = min(segment, self.sequence_length)
-        ids, mask = _padded(prompts, _round_up(longest, segment))
+            ids, mask = (x[:, : self.sequence_length] for x in (ids, mask))
         state = self.get_initial_state(len(prompts))
-        last = np.zeros((len(prompts), 1, self.hidden_dim), "float32")
-        for start in range(0, ids.shape[1], segment):
-            part = slice(start, start + segment)
+        last = np.zeros(
+            (len(prompts), 1, self.hidden_dim), _precise(self.compute_dtype)
+        )
+        for start in range(0, ids.shape[1], SEGMENT):
+            part = slice(start, start + SEGMENT)
             last, state = self._compiled("prefill")(
                 ids[:, part], mask[:, part], last, state
             )
@@ -156,6 +164,11 @@ class Generation:
     def _compiled(self, name):
         """A function of this module, compiled for this model."""
         functions = self.__dict__.setdefault("_generate_functions", {})
+        # Quantization and LoRA replace variables.
+        version = tuple(id(variable) for variable in self.variables)
+        if functions.get("version") != version:
+            functions.clear()
+            functions["version"] = version
         if name not in functions:
             # Prompts come in many sizes: XLA would take longer for each than
             # it saves.
@@ -163,7 +176,7 @@ class Generation:
             functions[name] = _compile(self, globals()[name], loop)
         return functions[name]
 
-    def serving_endpoints(self):
+    def _serving_endpoints(self):
         """What `saving.export_saved_model` writes beside the predictions.
 
         Returns:
@@ -185,6 +198,13 @@ class Generation:
         checks = [
             tf.debugging.assert_positive(length, "The prompt is empty."),
             tf.debugging.assert_positive(num_tokens, "num_tokens > 0."),
+            tf.debugging.assert_non_negative(temperature, "temperature >= 0."),
+            tf.debugging.assert_non_negative(ids, "ids >= 0."),
+            tf.debugging.assert_less(
+                ids,
+                self.vocabulary_size,
+                f"ids < vocabulary_size = {self.vocabulary_size}.",
+            ),
         ]
         if self.position == "learned":
             checks.append(
@@ -205,7 +225,8 @@ class Generation:
             return continue_ids(self, room, lengths, *arguments)
         state = self.get_initial_state(batch)
         x, state = self._advance(ids, state)
-        return continue_state(self, x[:, -1:], state, *arguments)
+        last = ops.cast(x[:, -1:], _precise(self.compute_dtype))
+        return continue_state(self, last, state, *arguments)
 
 
 def prefill(model, ids, mask, last, state):
@@ -225,7 +246,7 @@ def prefill(model, ids, mask, last, state):
     x, state = model._advance(ids, state, mask)
     count = ops.sum(ops.cast(mask, "int32"), axis=1)[:, None, None]  # [B, 1, 1]
     new = ops.take_along_axis(x, ops.maximum(count - 1, 0), axis=1)
-    new = ops.cast(new, "float32")
+    new = ops.cast(new, last.dtype)
     return ops.where(count > 0, new, last), state
 
 
@@ -374,15 +395,18 @@ def _prompts(prompt_ids, mask):
     """The prompts as a list of int32 arrays without padding."""
     if hasattr(prompt_ids, "to_list"):  # a ragged tensor
         prompt_ids = prompt_ids.to_list()
-    if isinstance(prompt_ids, (list, tuple)) and mask is None:
-        rows = [np.asarray(row) for row in prompt_ids]
-    else:
-        rows = list(np.asarray(prompt_ids))
+    try:
+        if isinstance(prompt_ids, (list, tuple)) and mask is None:
+            rows = [np.asarray(row) for row in prompt_ids]
+        else:
+            rows = list(np.asarray(prompt_ids))
+    except ValueError:  # rows of several lengths beside a mask, or deeper
+        rows = []
     if not rows or any(row.ndim != 1 for row in rows):
         raise ValueError(
             "Received an invalid value for argument `prompt_ids`, expected "
-            "tokens of shape (batch, length), or a list of lists. Received: "
-            f"prompt_ids={prompt_ids!r}"
+            "tokens of shape (batch, length), or, without a mask, a list of "
+            f"lists. Received: prompt_ids={prompt_ids!r}"
         )
     if mask is not None:
         mask = np.asarray(mask)
@@ -419,14 +443,20 @@ def _padded(prompts, size):
     return ids, mask
 
 
+def _precise(dtype):
+    return "float64" if dtype == "float64" else "float32"
+
+
 def _round_up(number, step):
     return -(-number // step) * step
 
 
 def _check_number(name, value, least, most, above=False):
     """Raises unless a number is in [least, most], or above `least`."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    good = isinstance(value, numbers.Real) and not isinstance(value, bool)
     finite = good and value < float("inf")
     if not finite or not least <= value <= most or (above and value == least):
-        expected = "a number of at least 0" if most > 1 else "one in (0, 1]"
+        expected = "a number of at least 0"
+        if most == 1:
+            expected = "a number in (0, 1]"
         raise arguments.invalid(name, expected, value)

@@ -242,21 +242,25 @@ class PerformerLM(Generation, keras.Model):
 
         Returns:
             Logits of shape `(B, L, V)`, and the state after these tokens.
+            Beyond `sequence_length` learned positions are NaN, and so are
+            the logits.
 
         Raises:
-            ValueError: As `get_initial_state`, or if the state is not one
-                of this model.
+            ValueError: If the state is not one of this model.
         """
         x, state = self._advance(ids, state, mask, training)
         return self._predict(x), state
 
     def _advance(self, ids, state, mask=None, training=False):
         """The last block's output `[B, L, hidden_dim]`, and the new state."""
-        if not isinstance(state, dict) or "position" not in state:
+        if "_state_names" not in self.__dict__:
+            self._state_names = tuple(sorted(self.get_initial_state(1)))
+        names = tuple(sorted(state)) if isinstance(state, dict) else state
+        if names != self._state_names:
             raise ValueError(
-                "Received an invalid value for argument `state`, expected "
-                "the dict that `get_initial_state` or `step` returns. "
-                f"Received: {state!r}"
+                "Received an invalid value for argument `state`, expected a "
+                "dict as `get_initial_state` or `step` of this model "
+                f"returns, of {self._state_names}. Received: {names}"
             )
         ids = ops.convert_to_tensor(ids)
         if mask is not None:
@@ -284,7 +288,14 @@ class PerformerLM(Generation, keras.Model):
         return x, new
 
     def get_config(self):
+        frozen = [
+            layer.path
+            for layer in self._flatten_layers(include_self=False)
+            if not layer.trainable
+        ]
         return {
+            # No argument, and only there where it says something.
+            **({"frozen": frozen} if frozen else {}),
             "name": self.name,
             "trainable": self.trainable,
             "dtype": keras.dtype_policies.serialize(self.dtype_policy),
@@ -311,4 +322,11 @@ class PerformerLM(Generation, keras.Model):
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
-        return cls(**config)
+        config = dict(config)
+        frozen = config.pop("frozen", ())
+        with keras.saving.custom_object_scope(custom_objects or {}):
+            model = cls(**config)
+        for layer in model._flatten_layers(include_self=False):
+            if layer.path in frozen:
+                layer.trainable = False
+        return model

@@ -31,20 +31,24 @@ def sample(logits, seed, temperature=1.0, top_k=None, top_p=None):
     logits = logits - ops.max(logits, axis=-1, keepdims=True)
     temperature = ops.cast(temperature, "float32")
     logits = logits / ops.maximum(temperature, 1e-6)
-    vocabulary_size = logits.shape[-1]
-    if top_k is not None and top_k < vocabulary_size:
-        least = ops.top_k(logits, top_k)[0][:, -1:]
-        logits = ops.where(logits < least, -float("inf"), logits)
+    tokens = None
+    if top_k is not None or top_p is not None:
+        # From here on in falling order: equal ones are told apart by it.
+        vocabulary_size = logits.shape[-1]
+        count = min(top_k or vocabulary_size, vocabulary_size)
+        logits, tokens = ops.top_k(logits, count)
     if top_p is not None:
-        ordered = ops.top_k(logits, vocabulary_size)[0]
-        probability = ops.softmax(ordered)
+        probability = ops.softmax(logits)
         larger = ops.cumsum(probability, axis=-1) - probability
-        inside = ops.where(larger < top_p, ordered, float("inf"))
-        least = ops.min(inside, axis=-1, keepdims=True)
-        logits = ops.where(logits < least, -float("inf"), logits)
+        first = ops.arange(count)[None, :] == 0
+        inside = ops.logical_or(larger < top_p, first)
+        logits = ops.where(inside, logits, -float("inf"))
     # The largest of logits plus Gumbel noise has the softmax's distribution.
     uniform = keras.random.uniform(
-        ops.shape(logits), minval=1e-20, seed=StepSeed(seed)
+        ops.shape(logits), minval=1e-20, dtype="float32", seed=StepSeed(seed)
     )
     drawn = ops.argmax(logits - ops.log(-ops.log(uniform)), axis=-1)
-    return ops.cast(ops.where(temperature > 0, drawn, likeliest), "int32")
+    if tokens is not None:
+        drawn = ops.take_along_axis(tokens, drawn[:, None], axis=-1)[:, 0]
+    drawn, likeliest = (ops.cast(x, "int32") for x in (drawn, likeliest))
+    return ops.where(temperature > 0, drawn, likeliest)

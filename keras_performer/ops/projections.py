@@ -93,6 +93,7 @@ def _rotations_and_norms(num_features, dim, seed):
     )
     q, r = ops.qr(normal[0])
     sign = ops.where(ops.diagonal(r, axis1=-2, axis2=-1) < 0, -1.0, 1.0)
+    sign = ops.cast(sign, "float32")  # whatever floatx is
     norms = ops.sqrt(ops.sum(ops.square(normal[1]), axis=-1, keepdims=True))
     return q * sign[:, None, :], norms
 

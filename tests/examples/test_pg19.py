@@ -317,6 +317,12 @@ def test_what_cannot_be_streamed_is_named(tmp_path):
     flag_values(["generate", f"--model={path}"])
     with pytest.raises(common.UserError, match="exact attention"):
         generate.main(flag_values)
+    flag_values["model"].value = str(tmp_path / "none.keras")
+    with pytest.raises(common.UserError, match="none.keras"):
+        generate.main(flag_values)
+    flag_values["top_p"].value = 0.0
+    with pytest.raises(common.UserError, match="top_p"):
+        generate.main(flag_values)
 
 
 # --- from the command line to the scores -----------------------------------

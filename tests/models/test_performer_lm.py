@@ -145,6 +145,22 @@ def test_a_config_returns_every_argument():
     assert block.rotary is False
 
 
+def test_a_file_keeps_what_is_frozen(tmp_path):
+    model = make(num_layers=2)
+    model.blocks[0].trainable = False
+    model.blocks[1].attention.query.trainable = False
+    model.compile("adam", "mse")
+    model.train_on_batch(tokens(2, 5), np.zeros((2, 5, VOCABULARY)))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    paths = [w.path for w in loaded.trainable_variables]
+    assert paths == [w.path for w in model.trainable_variables]
+    assert 0 < len(paths) < len(loaded.weights) / 2
+    model.trainable = False
+    again = PerformerLM.from_config(model.get_config())
+    assert not again.trainable_variables
+
+
 def test_a_model_is_cloned_and_pickled():
     model = make()
     x = tokens(2, 5)
@@ -263,6 +279,7 @@ def test_generation_ends_where_a_sequence_ends():
     assert np.all(ended[0, 2:] == end)
 
 
+@pytest.mark.tensorflow_only("JAX traces a loop's body once")
 def test_generation_stops_when_all_rows_have_ended():
     model = make()
     calls = TraceCounter(model._advance)
@@ -310,7 +327,25 @@ def test_new_weights_are_used_and_nothing_is_compiled_again():
     second = model.generate(prompt[:, :3], 8, temperature=0)
     assert np.any(first[:, :8] != second)
     model.generate(prompt, 5, temperature=0.7, seed=1)
-    assert counter.count == traces
+    # 1,000 tokens, in one trace for the larger room that they need.
+    model.generate(prompt, 1000, temperature=0)
+    assert counter.count == traces + 1
+    model.generate(prompt, 999, temperature=0)
+    assert counter.count == traces + 1
+
+
+def test_replaced_variables_are_compiled_again():
+    model = make()
+    prompt = tokens(2, 4)
+    before = model.generate(prompt, 5, temperature=0)
+    dense = model.blocks[0].output_dense
+    dense.enable_lora(2)
+    rng = np.random.default_rng(0)
+    dense.lora_kernel_b.assign(30 * rng.normal(size=(2, 12)))
+    after = model.generate(prompt, 5, temperature=0)
+    assert np.any(before != after)
+    expected = [greedy(model, row, 5) for row in prompt]
+    np.testing.assert_array_equal(after, expected)
 
 
 DRAWS = 4000
@@ -328,6 +363,8 @@ DRAWS = 4000
         ({"top_p": 0.6}, 2, 1.0),
         ({"top_p": 0.8}, 3, 1.0),
         ({"top_p": 1.0}, 5, 1.0),
+        ({"top_p": 1e-50}, 1, 1.0),  # 0 in float32
+        ({"top_k": 3, "top_p": 0.8}, 2, 1.0),  # of the 3, 0.86 are in 2
     ],
 )
 def test_draws_have_the_probabilities_of_the_logits(
@@ -347,6 +384,27 @@ def test_draws_have_the_probabilities_of_the_logits(
             assert_mean((drawn == token).astype("float64"), share[token])
     again = to_numpy(sample(logits, (3, 5), **options))
     assert kept == 1 or np.any(drawn != again)
+
+
+def test_equal_logits_are_drawn_from_as_many_as_asked_for():
+    logits = np.zeros((DRAWS, 5), "float32")
+    drawn = to_numpy(sample(logits, (3, 4), top_k=2))
+    assert len(np.unique(drawn)) == 2
+    drawn = to_numpy(sample(logits, (3, 4), top_p=0.5))  # 0.2, 0.4, 0.6
+    assert len(np.unique(drawn)) == 3
+
+
+def test_numpy_numbers_and_tensors_are_taken():
+    model = make()
+    prompt = tokens(2, 4)
+    first = model.generate(prompt, 5, temperature=0.5, seed=3)
+    again = model.generate(
+        keras.ops.convert_to_tensor(prompt),
+        np.int64(5),
+        temperature=np.float32(0.5),
+        seed=np.int32(3),
+    )
+    np.testing.assert_array_equal(first, again)
 
 
 @pytest.mark.parametrize(
@@ -372,6 +430,11 @@ def test_draws_have_the_probabilities_of_the_logits(
             "`mask`",
         ),
         (
+            ([[1, 1], [1]], 3, 1.0, None, None, None, 1, [[1, 1]]),
+            ValueError,
+            "`prompt_ids`",
+        ),
+        (
             ([[1, 1]], 3, 1.0, None, None, None, 1, [[0, 0]]),
             ValueError,
             "at least one token",
@@ -392,8 +455,12 @@ def test_what_cannot_generate_says_so():
         model.get_initial_state(1)
     with pytest.raises(ValueError, match="exact"):
         make(feature_map="exact").get_initial_state(1)
-    with pytest.raises(ValueError, match="`state`"):
-        make().step([[1]], None)
+    model = make()
+    larger = make(num_layers=2).get_initial_state(1)
+    smaller = dict(list(model.get_initial_state(1).items())[:-1])
+    for state in (None, {}, larger, smaller):
+        with pytest.raises(ValueError, match="`state`"):
+            model.step([[1]], state)
 
 
 @pytest.mark.parametrize(
@@ -450,8 +517,15 @@ def test_a_saved_model_generates(kind, tmp_path):
     drawn = generate(prompt, 20, 1.0, 3)
     np.testing.assert_array_equal(drawn, generate(prompt, 20, 1.0, 3))
     assert np.any(drawn != generate(prompt, 20, 1.0, 4))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="empty"):
-        generate(prompt[:, :0], 3)
+    for wrong, message in (
+        ((prompt[:, :0], 3), "empty"),
+        ((prompt, 0), "num_tokens"),
+        ((prompt, 3, -1.0), "temperature"),
+        ((prompt - 99, 3), "ids >= 0"),
+        ((prompt + 99, 3), "vocabulary_size"),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            generate(*wrong)
     if kind == "learned":
         with pytest.raises(tf.errors.InvalidArgumentError, match="positions"):
             generate(prompt, 40)
@@ -484,6 +558,21 @@ def test_segments_train_as_the_whole_sequence():
         a, b = (to_numpy(tf.convert_to_tensor(g)) for g in (a, b))
         scale = max(np.max(np.abs(b)), 1e-2)  # keys' biases have none
         assert np.max(np.abs(a - b)) < 1e-4 * scale, variable.path
+
+
+@pytest.mark.tensorflow_only("JAX has no GradientTape")
+def test_padding_beside_a_full_table_has_no_gradient():
+    model = make(position="learned", sequence_length=6)
+    ids, state = tokens(2, 6), model.get_initial_state(2)
+    mask = np.ones((2, 6), "bool")
+    mask[1, :4] = False
+    _, state = model.step(ids, state, mask=mask)
+    with tf.GradientTape() as tape:
+        mask = np.array([[False], [True]])
+        logits, _ = model.step(ids[:, :1], state, mask=mask)
+        loss = tf.reduce_sum(logits[1:])
+    for gradient in tape.gradient(loss, model.trainable_variables):
+        assert np.all(np.isfinite(tf.convert_to_tensor(gradient)))
 
 
 def test_a_step_compiles_for_any_length():
