@@ -314,16 +314,20 @@ def draw(results, path):
 
     columns = sorted({run["column"] for run in results})
     names = list(dict.fromkeys(run["variant"] for run in results))
+    across = min(4, len(columns))
+    down = -(-len(columns) // across)
     figure, axes = plt.subplots(
-        1,
-        len(columns),
-        figsize=(5 * len(columns), 4.5),
+        down,
+        across,
+        figsize=(5 * across, 4.5 * down),
         squeeze=False,
         layout="constrained",
     )
+    for axis in axes.flat[len(columns) :]:
+        axis.set_axis_off()
     colours = plt.get_cmap("tab20").colors
     lines = {}
-    for axis, column in zip(axes[0], columns):
+    for axis, column in zip(axes.flat, columns):
         for run in results:
             if run["column"] != column:
                 continue
