@@ -33,10 +33,6 @@ def chunk_scan(
         The last carry, and a tuple of tensors `(length, ...)`, one for each
         element of `y`.
     """
-    if isinstance(length, int) and length == 1:
-        # As one token at a time is decoded: a loop would cost more.
-        carry, ys = step(carry, tuple(x[0] for x in xs))
-        return carry, tuple(y[None] for y in ys)
     if keras.backend.backend() == "jax":
         import jax
 

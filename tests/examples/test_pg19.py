@@ -272,7 +272,9 @@ def test_continuation_ends_with_the_document():
     assert train.continue_text(generate, tokenizer, "a", 0) == ""
 
 
-@pytest.mark.parametrize("feature_map", ["favor+", "window"])
+@pytest.mark.parametrize(
+    "feature_map", ["favor+", pytest.param("window", marks=pytest.mark.slow)]
+)
 def test_text_is_streamed_as_the_whole_model_continues_it(feature_map):
     model = train.build_model(
         tiny_config("--num_layers=1", f"--feature_map={feature_map}"), 257

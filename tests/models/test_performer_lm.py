@@ -127,6 +127,7 @@ def test_a_config_returns_every_argument():
     }
     model = PerformerLM(**given, trainable=False, dtype="mixed_bfloat16")
     config = model.get_config()
+    assert len(config.pop("frozen")) > 1  # no argument, and only there if so
     assert set(config) == {*given, "trainable", "dtype"}
     changed = ("feature_map", "activation")
     for name, value in given.items():
@@ -172,6 +173,7 @@ def test_a_model_is_cloned_and_pickled():
     np.testing.assert_array_equal(pickled(x), model(x))
 
 
+@pytest.mark.slow
 def test_a_model_learns_to_count():
     ids = (np.arange(13)[None, :] + np.arange(8)[:, None]) % VOCABULARY
     model = PerformerLM(VOCABULARY, 1, 2, 16, 16, 13, seed=1, num_features=8)
@@ -238,7 +240,7 @@ def test_generation_equals_the_whole_model(kind):
 def test_a_long_prompt_is_taken_in_by_segments(monkeypatch):
     monkeypatch.setattr(generation, "SEGMENT", 16)
     monkeypatch.setattr(generation, "ROUND", 8)
-    model = make(num_layers=2)
+    model = make()
     prompts = [tokens(1, n, seed=n)[0] for n in (50, 16, 3)]  # above 40
     actual = model.generate(prompts, 5, temperature=0)
     expected = [greedy(model, prompt, 5) for prompt in prompts]

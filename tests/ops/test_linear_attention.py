@@ -490,7 +490,9 @@ def test_a_state_continues_a_sequence(name, window, chunk, masked, cuts):
     np.testing.assert_array_equal(states[-1]["position"], count)
 
 
-@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize(
+    "window", [4, pytest.param(0, marks=pytest.mark.slow)]
+)
 def test_a_state_continues_under_xla(window):
     cuts = (0, 7, 8, 15)  # across blocks, by one and by more
     case = Draw("favor+", cuts[-1])
