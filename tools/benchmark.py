@@ -456,32 +456,28 @@ def measure_model(name, causal, length, options):
     return rows
 
 
-def measure_decoding(name, length, options):
-    """Rows of one configuration: a token after `length` others."""
+def measure_decoding(name, lengths, options):
+    """Rows of one model: a token after texts of these lengths, in turns."""
     heads, layers, d_ff, width = MODELS[name]
     model = keras_performer.PerformerLM(
-        256, layers, heads, width, d_ff, length
+        256, layers, heads, width, d_ff, max(lengths)
     )
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, 256, (1, length)).astype("int32")
-    last, state = model._take_in(list(ids))
-    loop = model._compiled("continue_state")
-    draw = {"temperature": np.float32(1), "top_p": None}
-    draw |= {"end_id": np.int32(-1), "seed": np.int32(0)}
-    count = DECODE_TOKENS
-    runs = {
-        OURS: lambda: loop(last, state, np.int32(count), count, None, draw)[
-            0, 0
-        ],
-        AGAIN: _whole_text(model, ids),
-    }
-    seconds = {contender: [] for contender in runs}
+    ids = rng.integers(0, 256, (1, max(lengths))).astype("int32")
+    runs = {}
+    for length in lengths:
+        runs[length, OURS] = _tokens(model, ids[:, :length])
+        runs[length, AGAIN] = _whole_text(model, ids[:, :length])
+    seconds = {key: [] for key in runs}
     for run in runs.values():
         timed(run)  # traces and compiles
     for _ in range(options.repeats):
-        for contender, run in runs.items():
-            tokens = count if contender == OURS else 1
-            seconds[contender].append(timed(run) / tokens)
+        for (length, contender), run in runs.items():
+            tokens = DECODE_TOKENS if contender == OURS else 1
+            seconds[length, contender].append(timed(run) / tokens)
+    for length in lengths:
+        first = seconds[min(lengths), OURS]
+        seconds[length, f"a token after {min(lengths):,}"] = first
     return [
         {
             "level": "decode",
@@ -490,10 +486,20 @@ def measure_decoding(name, length, options):
             "jit_compile": True,
             "length": length,
             "contender": contender,
-            **_statistics(times, seconds[OURS]),
+            **_statistics(times, seconds[length, OURS]),
         }
-        for contender, times in seconds.items()
+        for (length, contender), times in seconds.items()
     ]
+
+
+def _tokens(model, ids):
+    """A function that makes `DECODE_TOKENS` tokens after a text."""
+    last, state = model._take_in(list(ids))
+    loop = model._compiled("continue_state")
+    draw = {"temperature": np.float32(1), "top_p": None}
+    draw |= {"end_id": np.int32(-1), "seed": np.int32(0)}
+    count = DECODE_TOKENS
+    return lambda: loop(last, state, np.int32(count), count, None, draw)[0, 0]
 
 
 AGAIN = "the whole text again"
@@ -708,10 +714,9 @@ class _Settings:
                         ): measure_model(*job, options)
         if "decode" in self.levels:
             for name in self.models:
-                for length in self.decode_lengths:
-                    yield lambda unit, options, job=(
-                        name, length
-                    ): measure_decoding(*job, options)
+                yield lambda unit, options, job=(
+                    name, self.decode_lengths
+                ): measure_decoding(*job, options)
 
 
 def main(options=flags.FLAGS):

@@ -264,10 +264,14 @@ def test_tokens_are_measured_beside_the_whole_text(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "MODELS", {"tiny": (1, 1, 8, 8)})
     monkeypatch.setattr(benchmark, "DECODE_TOKENS", 3)
     options = types.SimpleNamespace(repeats=2)
-    rows = benchmark.measure_decoding("tiny", 70, options)
-    assert [row["contender"] for row in rows] == [
-        "keras-performer",
-        "the whole text again",
+    rows = benchmark.measure_decoding("tiny", (70, 80), options)
+    assert [(row["length"], row["contender"]) for row in rows] == [
+        (70, "keras-performer"),
+        (70, "the whole text again"),
+        (80, "keras-performer"),
+        (80, "the whole text again"),
+        (70, "a token after 70"),
+        (80, "a token after 70"),
     ]
     assert all(0 < row["least"] <= row["seconds"] for row in rows)
     benchmark._write(rows, tmp_path)
