@@ -273,7 +273,9 @@ def test_65536_steps_do_not_drift(name, window):
         )[1]
 
     tokens = to_numpy(compiled(run, "xla")(x))
-    assert_close(tokens[:, -1000:], full[:, -1000:], 1e-4)
+    # Relative to the first outputs, which are values of single tokens: later
+    # ones are means of thousands, and almost cancel.
+    assert_close(tokens, full, 1e-4)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
