@@ -286,7 +286,7 @@ def _input_signature(model, input_signature):
 
 def _check_outputs(model):
     """Raises if outputs lie inside of others, where they are known."""
-    outputs = getattr(model, "output", None) if model.built else None
+    outputs = getattr(model, "output", None)
     values = outputs
     if isinstance(outputs, dict):
         values = list(outputs.values())

@@ -269,8 +269,10 @@ def continue_state(model, last, state, count, size, top_k, options):
         x, new = model._advance(token, dict(zip(names, values)))
         return ops.cast(x, last.dtype), *(new[name] for name in names)
 
+    def logits(x, *_):
+        return model._predict(x)[:, 0]
+
     start = (last, *(state[name] for name in names))
-    logits = lambda x, *_: model._predict(x)[:, 0]  # noqa: E731
     return _loop(start, logits, advance, count, size, top_k, options)
 
 

@@ -510,4 +510,3 @@ def _align(tokens, held, offset, lengths, window, steps):
     # Zero beyond the end of a row, where the index above repeats a token.
     column = inside[:, :, None, None]
     return query, key * column, values * column
-

@@ -251,26 +251,14 @@ def causal_kernel_attention(
     values = ops.reshape(values, (batch, length, *values.shape[2:]))
     projection = _core_cast(projection, query)
     weights = _cast_all(weights, query)
-    stateful = initial_state is not None or return_state
-    lengths = ops.cast(length, "int32")
-    order = None
-    if key_mask is not None:
-        mask = ops.cast(key_mask, "bool")
-        if stateful:
-            lengths = ops.sum(ops.cast(mask, "int32"), axis=1)  # [B]
-        if stateful and local_window:
-            order = padding.ValidFirst(mask)
-            query, key, values = order.apply(query, key, values)
     output, state = _causal_scan(
         (query, key, values, feature_map, projection, weights),
+        key_mask,
         local_window,
         chunk_size,
         initial_state,
         return_state,
-        lengths,
     )
-    if order is not None:
-        output = order.undo(output)
     output = _output_cast(output, dtype)
     return (output, state) if return_state else output
 
@@ -314,10 +302,10 @@ def initial_state(
 
 
 def _causal_scan(
-    inputs, local_window, chunk_size, state, return_state, lengths
+    inputs, key_mask, local_window, chunk_size, state, return_state
 ):
     """The scan that fits the window; checks a state that is given."""
-    query, _, values, feature_map, projection, weights = inputs
+    query, key, values, feature_map, projection, weights = inputs
     if state is not None:
         empty = causal_scan.empty_state(
             query,
@@ -327,6 +315,14 @@ def _causal_scan(
             local_window,
         )
         _check_state(state, empty)
+    lengths = ops.cast(ops.shape(query)[1], "int32")
+    order = None
+    if key_mask is not None and (state is not None or return_state):
+        mask = ops.cast(key_mask, "bool")
+        lengths = ops.sum(ops.cast(mask, "int32"), axis=1)  # [B]
+        if local_window:
+            order = padding.ValidFirst(mask)
+            inputs = (*order.apply(query, key, values), *inputs[3:])
     if not local_window:
         return causal_scan.chunked_attention(
             *inputs,
@@ -334,7 +330,7 @@ def _causal_scan(
             state=state,
             lengths=lengths,
         )
-    return causal_scan.local_attention(
+    output, state = causal_scan.local_attention(
         *inputs,
         window=local_window,
         blocks_per_step=min(
@@ -344,6 +340,7 @@ def _causal_scan(
         return_state=return_state,
         lengths=lengths,
     )
+    return output if order is None else order.undo(output), state
 
 
 def exact_attention(query, key, value, key_mask=None, causal=False):
