@@ -106,9 +106,7 @@ class PerformerLM(Generation, keras.Model):
         dtype=None,
         **kwargs,
     ):
-        arguments.check_integer("num_layers", num_layers)
-        arguments.check_integer("num_heads", num_heads)
-        arguments.check_integer("hidden_dim", hidden_dim)
+        _check_sizes(num_layers, num_heads, hidden_dim)
         arguments.check_choice("position", position, POSITIONS)
         arguments.check_boolean("causal", causal)
         arguments.check_boolean("tie_embeddings", tie_embeddings)
@@ -116,12 +114,6 @@ class PerformerLM(Generation, keras.Model):
         if reversible:
             raise arguments.invalid(
                 "reversible", "False in this version", reversible
-            )
-        if hidden_dim % num_heads:
-            raise arguments.invalid(
-                "hidden_dim",
-                f"a multiple of num_heads={num_heads}",
-                hidden_dim,
             )
         dtype = keras.dtype_policies.get(dtype)
         seed = arguments.get_seed(seed)
@@ -139,26 +131,23 @@ class PerformerLM(Generation, keras.Model):
             dtype=dtype,
             name="embedding",
         )
-        self.blocks = [
-            PerformerBlock(
-                num_heads,
-                intermediate_dim,
-                feature_map=feature_map,
-                num_features=num_features,
-                causal=causal,
-                redraw_interval=redraw_interval,
-                local_window=local_window,
-                chunk_size=chunk_size,
-                rotary=rotary,
-                dropout=dropout,
-                activation=activation,
-                layer_norm_epsilon=layer_norm_epsilon,
-                seed=seed + index if isinstance(seed, int) else seed,
-                dtype=dtype,
-                name=f"block_{index}",
-            )
-            for index in range(num_layers)
-        ]
+        self.blocks = _blocks(
+            num_layers,
+            seed,
+            num_heads=num_heads,
+            intermediate_dim=intermediate_dim,
+            feature_map=feature_map,
+            num_features=num_features,
+            causal=causal,
+            redraw_interval=redraw_interval,
+            local_window=local_window,
+            chunk_size=chunk_size,
+            rotary=rotary,
+            dropout=dropout,
+            activation=activation,
+            layer_norm_epsilon=layer_norm_epsilon,
+            dtype=dtype,
+        )
         self.final_norm = keras.layers.LayerNormalization(
             epsilon=layer_norm_epsilon, dtype=dtype, name="final_norm"
         )
@@ -330,3 +319,26 @@ class PerformerLM(Generation, keras.Model):
             if layer.path in frozen:
                 layer.trainable = False
         return model
+
+
+def _check_sizes(num_layers, num_heads, hidden_dim):
+    """Raises where a block alone would not, or not name the argument."""
+    arguments.check_integer("num_layers", num_layers)
+    arguments.check_integer("num_heads", num_heads)
+    arguments.check_integer("hidden_dim", hidden_dim)
+    if hidden_dim % num_heads:
+        raise arguments.invalid(
+            "hidden_dim", f"a multiple of num_heads={num_heads}", hidden_dim
+        )
+
+
+def _blocks(num_layers, seed, **options):
+    """Blocks of the same options, whose seeds count up from an integer."""
+    return [
+        PerformerBlock(
+            seed=seed + index if isinstance(seed, int) else seed,
+            name=f"block_{index}",
+            **options,
+        )
+        for index in range(num_layers)
+    ]
