@@ -399,10 +399,10 @@ def run_child(child):
     seconds = [
         timed(lambda: model.train_on_batch(ids, ids)) for _ in range(repeats)
     ]
-    print(json.dumps({"seconds": seconds, "memory": _peak_memory()}))
+    print(json.dumps({"seconds": seconds, "memory": peak_memory()}))
 
 
-def _peak_memory():
+def peak_memory():
     """Peak resident bytes of this process (Linux).
 
     Not `getrusage`, where a child begins with the peak of its parent.
