@@ -1,4 +1,4 @@
-"""What the pipelines share: flags, optimizer, callbacks and errors.
+"""What the pipelines share: flags, model, strategies, training and errors.
 
 A preset is a frozen dataclass. Every field of it is a flag of the same name,
 so `--preset=small --num_layers=2` is the `small` preset with one change.
@@ -7,21 +7,31 @@ so `--preset=small --num_layers=2` is the `small` preset with one change.
 import csv
 import dataclasses
 import datetime
+import json
 import logging
 import math
 import os
 import sys
+import time
 import types
 import typing
 
 import keras
+import tensorflow as tf
 from absl import app
 from absl import flags
 from absl import logging as absl_logging
 
+from examples.backup import Backup
+from examples.errors import UserError
 from keras_performer import FeatureMap
+from keras_performer import PerformerLM
+from keras_performer import callbacks as performer_callbacks
 from keras_performer import feature_maps
 
+BACKUP = "backup.npz"
+DISTRIBUTIONS = ("none", "mirrored", "tpu")
+WITH_FAR_WEIGHT = ("favor+", "favor++", "favor#", "hedgehog")
 # The weights that AdamW must not pull towards zero: Keras matches these words
 # in the names of the variables.
 WITHOUT_DECAY = (
@@ -33,13 +43,6 @@ WITHOUT_DECAY = (
     "log_far_weight",
     "log_temperature",
 )
-
-
-class UserError(ValueError):
-    """Something that the person at the command line can mend.
-
-    `run` prints its message without a traceback and exits with status 1.
-    """
 
 
 def run(main):
@@ -92,6 +95,144 @@ def option(default, help, choices=None):
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """A model of Performer blocks and its training: what all tasks share.
+
+    Raises:
+        UserError: a value makes no sense; the message names the field.
+    """
+
+    batch_size: int = option(8, "Sequences in a step, over all replicas.")
+    num_layers: int = option(4, "Performer blocks.")
+    num_heads: int = option(4, "Attention heads in a block.")
+    hidden_dim: int = option(128, "Width of the model.")
+    intermediate_dim: int = option(512, "Width inside the feed-forward.")
+    feature_map: str = option(
+        "favor+",
+        "Attention kernel, any name of keras_performer.feature_maps.get; "
+        "exact: softmax attention; window: the local window, nothing beyond.",
+    )
+    num_features: int = option(128, "Random features per head.")
+    local_window: int | None = option(
+        None,
+        "Tokens in a block of exact near attention; none: the layer's "
+        "default; 0: the article's pure form.",
+    )
+    far_weight: float | None = option(
+        None,
+        "First value of a trained weight, in each head, of what is seen "
+        "through features; none: the unbiased estimate. For favor+, favor++, "
+        "favor# and hedgehog.",
+    )
+    redraw_interval: int | None = option(
+        None, "Steps between new projections; none: the first is kept."
+    )
+    dropout: float = option(0.0, "Dropout rate in the blocks.")
+    steps: int = option(600, "Training steps.")
+    validation_every: int = option(
+        100, "Steps between validations; divides --steps."
+    )
+    validation_batches: int | None = option(
+        None,
+        "Batches in the validations during training; none: the whole split, "
+        "as at the end.",
+    )
+    learning_rate: float = option(2e-3, "Peak learning rate of AdamW.")
+    warmup_steps: int = option(50, "Steps until the peak.")
+    weight_decay: float = option(0.1, "Weight decay of AdamW.")
+    gradient_clip: float | None = option(
+        0.5, "Largest global norm of the gradient; none: no clipping."
+    )
+    jit_compile: bool = option(False, "Compile the training step with XLA.")
+    dtype_policy: str = option(
+        "float32",
+        "Keras dtype policy of the layers.",
+        choices=("float32", "mixed_bfloat16", "mixed_float16"),
+    )
+    distribution: str = option(
+        "none",
+        "mirrored: over all GPUs, or else all logical CPUs; tpu: over the "
+        "cores of the TPU of this machine.",
+        choices=DISTRIBUTIONS,
+    )
+    seed: int = option(0, "Seed of weights, projections and data order.")
+
+    def __post_init__(self):
+        counts = (
+            "batch_size num_layers num_heads hidden_dim intermediate_dim "
+            "num_features steps validation_every"
+        )
+        for name in counts.split():
+            check(self, name, getattr(self, name) > 0, "a positive integer")
+        for name in ("warmup_steps", "weight_decay", "seed"):
+            check(self, name, getattr(self, name) >= 0, "at least 0")
+        check(self, "learning_rate", self.learning_rate > 0, "more than 0")
+        check(self, "dropout", 0 <= self.dropout < 1, "0 <= rate < 1")
+        check(
+            self,
+            "far_weight",
+            self.far_weight is None or self.feature_map in WITH_FAR_WEIGHT,
+            f"none unless feature_map is one of {WITH_FAR_WEIGHT}",
+        )
+        optional = (
+            "validation_batches gradient_clip far_weight redraw_interval"
+        )
+        for name in optional.split():
+            value = getattr(self, name)
+            check(
+                self, name, value is None or value > 0, "more than 0, or none"
+            )
+        check(
+            self,
+            "hidden_dim",
+            self.hidden_dim % self.num_heads == 0,
+            f"a multiple of num_heads={self.num_heads}",
+        )
+        check(
+            self,
+            "steps",
+            self.steps % self.validation_every == 0,
+            f"a multiple of validation_every={self.validation_every}",
+        )
+        check(
+            self,
+            "jit_compile",
+            not (self.jit_compile and self.distribution == "tpu"),
+            "false with distribution=tpu, where XLA compiles in any case",
+        )
+
+
+def write_config(config, folder):
+    """Writes `config.json`, which `read_config` reads, into `folder`."""
+    path = os.path.join(folder, "config.json")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(dataclasses.asdict(config), file, indent=2)
+        file.write("\n")
+
+
+def read_config(kind, folder):
+    """The config of the class `kind` that `write_config` left in `folder`.
+
+    Raises:
+        UserError: there is none, or it is another program's.
+    """
+    path = os.path.join(folder, "config.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return kind(**json.load(file))
+    except FileNotFoundError:
+        raise UserError(
+            "The training command writes config.json beside its models; "
+            f"there is none at {path}."
+        ) from None
+    except (TypeError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"{path} was not written by the training command of this "
+            f"example: {error}"
+        ) from None
+
+
 @keras.saving.register_keras_serializable(package="keras_performer_examples")
 class WindowOnly(FeatureMap):
     """No far part: what the local window sees exactly, and nothing beyond.
@@ -120,6 +261,115 @@ def get_feature_map(name, far_weight=None):
         return name
     feature_map = type(feature_maps.get(name))
     return feature_map(far_weight=far_weight)
+
+
+def build_model(config, vocabulary_size, sequence_length, **options):
+    """The model of a config: ids `[B, L]` int32 -> logits `[B, L, V]`.
+
+    Args:
+        config: `TrainingConfig`.
+        vocabulary_size: int, V.
+        sequence_length: int, longest sequence of learned positions.
+        **options: arguments of `keras_performer.PerformerLM` that are no
+            fields of the config.
+
+    Returns:
+        A `keras_performer.PerformerLM`.
+
+    Raises:
+        UserError: a layer refuses a value of the config.
+    """
+    try:
+        return PerformerLM(
+            vocabulary_size,
+            config.num_layers,
+            config.num_heads,
+            config.hidden_dim,
+            config.intermediate_dim,
+            sequence_length,
+            feature_map=get_feature_map(config.feature_map, config.far_weight),
+            num_features=config.num_features,
+            local_window=config.local_window,
+            redraw_interval=config.redraw_interval,
+            dropout=config.dropout,
+            seed=config.seed,
+            dtype=config.dtype_policy,
+            **options,
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The model cannot be built. {error}") from error
+
+
+def compile_model(model, config, metrics):
+    """Cross-entropy, AdamW and metrics, as the config says.
+
+    Args:
+        model: gives logits `[B, L, V]`.
+        config: `TrainingConfig`.
+        metrics: list of metrics; they and the loss are weighted.
+    """
+    model.compile(
+        optimizer=make_optimizer(
+            config.learning_rate,
+            config.warmup_steps,
+            config.steps,
+            config.weight_decay,
+            config.gradient_clip,
+        ),
+        # Padding has weight 0 and must not dilute the mean either.
+        loss=keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        ),
+        weighted_metrics=metrics,
+        jit_compile=config.jit_compile,
+    )
+
+
+def make_strategy(config):
+    """The strategy that `--distribution` names.
+
+    Models are built and compiled in its `scope()`; `fit` does the rest.
+
+    Args:
+        config: `TrainingConfig`.
+
+    Returns:
+        A `tf.distribute.Strategy`.
+
+    Raises:
+        UserError: "tpu", and there is none on this machine; or the batch
+            cannot be divided among the replicas.
+    """
+    strategy = _strategy(config.distribution)
+    replicas = strategy.num_replicas_in_sync
+    check(
+        config,
+        "batch_size",
+        config.batch_size % replicas == 0,
+        f"a multiple of the {replicas} replicas",
+    )
+    return strategy
+
+
+def _strategy(name):
+    if name == "none":
+        return tf.distribute.get_strategy()
+    if name == "mirrored":
+        devices = tf.config.list_logical_devices("GPU")
+        devices = devices or tf.config.list_logical_devices("CPU")
+        return tf.distribute.MirroredStrategy([d.name for d in devices])
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(
+            tpu="local"
+        )
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+        return tf.distribute.TPUStrategy(resolver)
+    except (ValueError, RuntimeError, tf.errors.OpError) as error:
+        raise UserError(
+            "--distribution=tpu: TensorFlow finds no TPU on this machine. It "
+            "needs one, and the TPU build of TensorFlow: pip install "
+            f'"keras-performer[tpu]". ({str(error).splitlines()[0]})'
+        ) from error
 
 
 class _OptionalParser(flags.ArgumentParser):
@@ -282,15 +532,20 @@ class CurveLogger(keras.callbacks.Callback):
     Columns: `step`, `learning_rate`, then what `fit` reports, in its order.
 
     Args:
-        path: file to write; an existing one is replaced.
+        path: file to write.
+        done: int, rows of an existing file that are kept.
+
+    Attributes:
+        rows: list of dicts, the rows so far.
     """
 
-    def __init__(self, path):
+    def __init__(self, path, done=0):
         super().__init__()
         self.path = path
-
-    def on_train_begin(self, logs=None):
-        self._rows = 0
+        self.rows = []
+        if done:
+            with open(path, newline="", encoding="utf-8") as file:
+                self.rows = list(csv.DictReader(file))[:done]
 
     def on_epoch_end(self, epoch, logs=None):
         optimizer = self.model.optimizer
@@ -299,41 +554,183 @@ class CurveLogger(keras.callbacks.Callback):
             "learning_rate": float(optimizer.learning_rate),
             **(logs or {}),
         }
-        mode = "a" if self._rows else "w"
-        with open(self.path, mode, newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(row))
-            if not self._rows:
-                writer.writeheader()
-            writer.writerow(row)
-        self._rows += 1
+        self.rows.append(row)
+        # Whole, and at once: a process may be killed at any time.
+        with open(self.path + ".new", "w", newline="", encoding="utf-8") as f:
+            writer = csv.DictWriter(f, fieldnames=list(row))
+            writer.writeheader()
+            writer.writerows(self.rows)
+        os.replace(self.path + ".new", self.path)
 
 
-def training_callbacks(output_dir, monitor):
+class Throughput(keras.callbacks.Callback):
+    """Adds `tokens_per_second` of training to what an epoch reports.
+
+    Args:
+        tokens: int, tokens in a step.
+    """
+
+    def __init__(self, tokens):
+        super().__init__()
+        self.tokens = tokens
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._start = self._end = time.monotonic()
+        self._steps = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        # Validation, which comes before the end of an epoch, does not count.
+        self._end = time.monotonic()
+        self._steps = batch + 1
+
+    def on_epoch_end(self, epoch, logs=None):
+        seconds = max(self._end - self._start, 1e-9)
+        logs["tokens_per_second"] = self.tokens * self._steps / seconds
+
+
+class Samples(keras.callbacks.Callback):
+    """Writes what the model makes to TensorBoard after each epoch.
+
+    Args:
+        log_dir: folder of the TensorBoard run.
+        write: function of the model that calls `tf.summary`.
+    """
+
+    def __init__(self, log_dir, write):
+        super().__init__()
+        self.log_dir = log_dir
+        self.write = write
+
+    def on_epoch_end(self, epoch, logs=None):
+        with tf.summary.create_file_writer(self.log_dir).as_default(epoch):
+            self.write(self.model)
+
+
+def fit(
+    model,
+    config,
+    training,
+    validation,
+    output_dir,
+    monitor,
+    sample=None,
+    verbose="auto",
+):
+    """Trains a compiled model, from where an earlier run was cut off.
+
+    Args:
+        model: compiled model of ids `[batch_size, L]`.
+        config: `TrainingConfig`.
+        training: function of a number of steps: an endless `tf.data.Dataset`
+            of batches without so many of its first ones.
+        validation: `tf.data.Dataset`, whole.
+        output_dir: folder, made if it is missing. Receives `config.json`,
+            `curve.csv`, `best.keras`, `last.keras`, `tensorboard/`, and
+            `backup.npz` until `finish`.
+        monitor: name of the validation metric that is best when smallest.
+        sample: function of the model that calls `tf.summary` with what it
+            makes, or None.
+        verbose: as in `keras.Model.fit`.
+
+    Raises:
+        UserError: the loss is no number, or the folder holds an unfinished
+            run of another config.
+    """
+    os.makedirs(output_dir, exist_ok=True)
+    backup = Backup(
+        os.path.join(output_dir, BACKUP), dataclasses.asdict(config)
+    )
+    done = backup.restore(model)
+    write_config(config, output_dir)
+    if done:
+        print(f"continuing after step {done * config.validation_every:,}")
+    dataset = training(done * config.validation_every)
+    x = dataset.element_spec[0]
+    model.fit(
+        dataset,
+        initial_epoch=done,
+        epochs=config.steps // config.validation_every,
+        steps_per_epoch=config.validation_every,
+        validation_data=validation,
+        callbacks=[
+            Throughput(math.prod(x.shape)),
+            *training_callbacks(
+                output_dir,
+                monitor,
+                done,
+                sample,
+                _probe(model, validation),
+            ),
+            backup,
+        ],
+        shuffle=False,  # the data set does it
+        verbose=verbose,
+    )
+    model.load_weights(os.path.join(output_dir, "best.keras"))
+
+
+def finish(output_dir):
+    """Deletes the backup: the run is over, the same command starts anew."""
+    path = os.path.join(output_dir, BACKUP)
+    if os.path.exists(path):
+        os.remove(path)
+
+
+# What exact attention of a probe may take.
+PROBE_TOKENS = 1024
+
+
+def _probe(model, validation):
+    """A sequence for the approximation monitor; None: nothing to monitor."""
+    feature_map = feature_maps.serialize(model.feature_map)["class_name"]
+    if feature_map in ("Exact", "WindowOnly"):
+        return None
+    for batch in validation.take(1):
+        return batch[0][:1, :PROBE_TOKENS]
+
+
+def training_callbacks(output_dir, monitor, done=0, sample=None, probe=None):
     """TensorBoard, the two checkpoints, the curve and the guard.
 
     Args:
         output_dir: existing folder. It receives `tensorboard/<time>/`,
             `best.keras`, `last.keras` and `curve.csv`.
         monitor: name of the validation metric that is best when smallest.
+        done: int, epochs of an earlier run that this one continues.
+        sample: see `fit`.
+        probe: ids `[1, L]` for a
+            `keras_performer.callbacks.ApproximationMonitor`, or None.
 
     Returns:
         List of `keras.callbacks.Callback`.
     """
     # A folder per run: TensorBoard would draw two runs as one zigzag.
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return [
+    log_dir = os.path.join(output_dir, "tensorboard", now)
+    curve = CurveLogger(os.path.join(output_dir, "curve.csv"), done)
+    before = [float(row[monitor]) for row in curve.rows]
+    found = [
         StopWhenNotFinite(),
-        keras.callbacks.TensorBoard(
-            os.path.join(output_dir, "tensorboard", now), write_graph=False
-        ),
+        keras.callbacks.TensorBoard(log_dir, write_graph=False),
         keras.callbacks.ModelCheckpoint(
             os.path.join(output_dir, "best.keras"),
             monitor=monitor,
             mode="min",
             save_best_only=True,
+            initial_value_threshold=min(before, default=None),
         ),
         keras.callbacks.ModelCheckpoint(
             os.path.join(output_dir, "last.keras")
         ),
-        CurveLogger(os.path.join(output_dir, "curve.csv")),
+        curve,
     ]
+    if sample is not None:
+        found.append(Samples(os.path.join(log_dir, "samples"), sample))
+    if probe is not None:
+        # After the others: its many values are for TensorBoard alone.
+        found.append(
+            performer_callbacks.ApproximationMonitor(
+                probe, os.path.join(log_dir, "approximation")
+            )
+        )
+    return found

@@ -340,7 +340,7 @@ def _inputs(targets):
     return tf.concat([start, targets[..., :-1]], axis=-1)
 
 
-def training_dataset(documents, tokenizer, config):
+def training_dataset(documents, tokenizer, config, skip=0):
     """Endless batches of shuffled windows, the same for the same seed.
 
     Each pass takes the documents in a new order and starts at a new offset
@@ -351,6 +351,7 @@ def training_dataset(documents, tokenizer, config):
         tokenizer: one of the tokenizers above.
         config: `config.Config`: `sequence_length`, `batch_size`,
             `shuffle_windows`, `seed`.
+        skip: int, batches to leave out at the start.
 
     Returns:
         `tf.data.Dataset` of `(x, y)`, int32
@@ -388,6 +389,7 @@ def training_dataset(documents, tokenizer, config):
         .shuffle(config.shuffle_windows, seed=seed)
         .repeat()
         .batch(config.batch_size, drop_remainder=True)
+        .skip(skip)
         .map(lambda targets: (_inputs(targets), targets))
         .prefetch(2)
     )

@@ -259,7 +259,7 @@ def evaluate(path, data_dir, split, verbose=1):
     """
     folder = os.path.dirname(os.path.abspath(path))
     model = load_model(path)
-    config = configs.read(folder)
+    config = common.read_config(configs.Config, folder)
     tokenizer = load_tokenizer(config, folder)
     documents = data.load(data_dir, split)
     return score(model, documents, tokenizer, config, verbose)

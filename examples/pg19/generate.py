@@ -117,7 +117,8 @@ def main(options=flags.FLAGS):
             f"state, not of exact attention. Received: {options.model}"
         )
     folder = os.path.dirname(os.path.abspath(options.model))
-    tokenizer = evaluate.load_tokenizer(configs.read(folder), folder)
+    config = common.read_config(configs.Config, folder)
+    tokenizer = evaluate.load_tokenizer(config, folder)
     print(options.prompt, end="", flush=True)
     for text in stream(
         model,

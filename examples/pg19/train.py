@@ -6,6 +6,7 @@
 Every field of `config.Config` is a flag.
 """
 
+import functools
 import os
 import time
 
@@ -18,7 +19,6 @@ from examples import common
 from examples.pg19 import config as configs
 from examples.pg19 import data
 from examples.pg19 import evaluate
-from keras_performer import PerformerLM
 from keras_performer import saving
 
 
@@ -35,51 +35,12 @@ def build_model(config, vocabulary_size):
     Raises:
         examples.common.UserError: a layer refuses a value of the config.
     """
-    try:
-        return _build_model(config, vocabulary_size)
-    except (TypeError, ValueError) as error:
-        raise common.UserError(
-            f"The model cannot be built. {error}"
-        ) from error
-
-
-def _build_model(config, vocabulary_size):
-    return PerformerLM(
+    return common.build_model(
+        config,
         vocabulary_size,
-        config.num_layers,
-        config.num_heads,
-        config.hidden_dim,
-        config.intermediate_dim,
         config.sequence_length,
-        feature_map=common.get_feature_map(
-            config.feature_map, config.far_weight
-        ),
-        num_features=config.num_features,
-        local_window=config.local_window,
         tie_embeddings=config.tie_embeddings,
-        dropout=config.dropout,
-        seed=config.seed,
-        dtype=config.dtype_policy,
         name="pg19",
-    )
-
-
-def compile_model(model, config, tokenizer):
-    """Loss, optimizer and bits per byte."""
-    model.compile(
-        optimizer=common.make_optimizer(
-            config.learning_rate,
-            config.warmup_steps,
-            config.steps,
-            config.weight_decay,
-            config.gradient_clip,
-        ),
-        # Padding has weight 0 and must not dilute the mean either.
-        loss=keras.losses.SparseCategoricalCrossentropy(
-            from_logits=True, reduction="mean_with_sample_weight"
-        ),
-        weighted_metrics=[evaluate.BitsPerByte(tokenizer.bytes_per_token)],
-        jit_compile=config.jit_compile,
     )
 
 
@@ -133,40 +94,41 @@ def train(config, data_dir, output_dir, vocabulary=None, verbose="auto"):
         `(model, tokenizer)`; the model has the weights of the validation
         with the fewest bits per byte.
     """
+    strategy = common.make_strategy(config)
     keras.utils.set_random_seed(config.seed)
     documents = data.load(data_dir, "train")
     validation = data.load(data_dir, "validation")
     os.makedirs(output_dir, exist_ok=True)
     tokenizer = make_tokenizer(config, documents, vocabulary, output_dir)
-    configs.write(config, output_dir)
     print(f"text: {data_dir or 'the documentation inside Python'}")
     for name, split in (("train", documents), ("validation", validation)):
         size = sum(document.num_bytes for document in split)
         print(f"  {name:<11}{len(split):>7,} documents {size:>15,} bytes")
 
-    model = build_model(config, tokenizer.vocabulary_size)
-    compile_model(model, config, tokenizer)
     tokens = config.batch_size * config.sequence_length
-    print(
-        f"model: {model.count_params():,} parameters, "
-        f"{tokenizer.vocabulary_size:,} ids, attention {config.feature_map}\n"
-        f"training: {config.steps:,} steps of {tokens:,} tokens, "
-        f"{config.steps * tokens:,} in all"
-    )
-    model.fit(
-        data.training_dataset(documents, tokenizer, config),
-        epochs=config.steps // config.validation_every,
-        steps_per_epoch=config.validation_every,
-        validation_data=data.validation_dataset(
-            validation, tokenizer, config
-        ),
-        callbacks=common.training_callbacks(
-            output_dir, "val_bits_per_byte"
-        ),
-        shuffle=False,  # the data set does it
-        verbose=verbose,
-    )
-    model.load_weights(os.path.join(output_dir, "best.keras"))
+    with strategy.scope():
+        model = build_model(config, tokenizer.vocabulary_size)
+        common.compile_model(
+            model, config, [evaluate.BitsPerByte(tokenizer.bytes_per_token)]
+        )
+        print(
+            f"model: {model.count_params():,} parameters, "
+            f"{tokenizer.vocabulary_size:,} ids, attention "
+            f"{config.feature_map}\n"
+            f"training: {config.steps:,} steps of {tokens:,} tokens, "
+            f"{config.steps * tokens:,} in all"
+        )
+        common.fit(
+            model,
+            config,
+            functools.partial(
+                data.training_dataset, documents, tokenizer, config
+            ),
+            data.validation_dataset(validation, tokenizer, config),
+            output_dir,
+            "val_bits_per_byte",
+            verbose=verbose,
+        )
     return model, tokenizer
 
 
@@ -303,6 +265,7 @@ def main(flag_values=flags.FLAGS):
         f"{prompt}{continuation}\n\n"
         f"done in {time.monotonic() - started:.0f} s"
     )
+    common.finish(output_dir)
     return everything
 
 

@@ -105,6 +105,10 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         reverse_dtype: Dtype of the logits and of the product that gives
             them; `None` for the compute dtype. bfloat16 has about three
             digits: the likeliest tokens tie in it.
+        grid: Sizes of axes, such as `(rows, columns, channels)` of images in
+            raster order, whose product is `sequence_length`: a learned
+            position is then the sum of one vector for each axis. `None` for
+            a vector for each position.
         **kwargs: Arguments of `keras.layers.Layer`.
 
     Call arguments:
@@ -138,6 +142,7 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         position="learned",
         mask_zero=False,
         reverse_dtype=None,
+        grid=None,
         **kwargs,
     ):
         arguments.check_integer("vocabulary_size", vocabulary_size)
@@ -151,6 +156,7 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
                 'an even number with position="sine"',
                 embedding_dim,
             )
+        grid = _check_grid(grid, sequence_length, position)
         # Tokens may come as floats; low precision would change them.
         super().__init__(autocast=False, **kwargs)
         self.supports_masking = True
@@ -158,6 +164,7 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         self.sequence_length = sequence_length
         self.embedding_dim = embedding_dim
         self.position = position
+        self.grid = grid
         self.mask_zero = mask_zero
         if reverse_dtype is not None:
             reverse_dtype = keras.backend.standardize_dtype(reverse_dtype)
@@ -172,11 +179,20 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         )
         self.token_embedding.build(inputs_shape)
         if self.position == "learned":
-            self.position_embedding = self.add_weight(
-                name="position_embedding",
-                shape=(self.sequence_length, self.embedding_dim),
-                initializer="uniform",
-            )
+            axes = {"position_embedding": self.sequence_length}
+            if self.grid is not None:
+                axes = {
+                    f"position_embedding_{axis}": size
+                    for axis, size in enumerate(self.grid)
+                }
+            self.position_embeddings = [
+                self.add_weight(
+                    name=name,
+                    shape=(size, self.embedding_dim),
+                    initializer="uniform",
+                )
+                for name, size in axes.items()
+            ]
 
     def call(self, inputs, reverse=False, positions=None):
         self._check_shape(inputs.shape, reverse)
@@ -192,16 +208,7 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
         if positions is None:
             positions = ops.arange(ops.shape(inputs)[1], dtype="int32")
         if self.position == "learned":
-            # Not a slice, which would be too short for a longer sequence.
-            # Beyond the table an unknown length gives NaN: a compiled
-            # function cannot raise, and must not repeat the last position.
-            vectors = ops.take(
-                self.position_embedding,
-                ops.minimum(positions, self.sequence_length - 1),
-                axis=0,
-            )
-            inside = (positions < self.sequence_length)[..., None]
-            vectors = ops.where(inside, vectors, float("nan"))
+            vectors = self._learned(positions)
         else:
             angle = _angles(positions, self.embedding_dim // 2, "float32")
             vectors = ops.concatenate(
@@ -209,6 +216,23 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
             )
             tokens = tokens * self.embedding_dim**0.5
         return tokens + ops.cast(vectors, self.compute_dtype)
+
+    def _learned(self, positions):
+        """Vectors `[..., embedding_dim]` of positions `[...]`.
+
+        Beyond the table an unknown length gives NaN: a compiled function
+        cannot raise, and must not repeat the last position.
+        """
+        # Not a slice, which would be too short for a longer sequence.
+        rest = ops.minimum(positions, self.sequence_length - 1)
+        vectors = 0.0
+        # The last axis is the one that changes first.
+        for table in reversed(self.position_embeddings):
+            size = table.shape[0]
+            vectors = vectors + ops.take(table, rest % size, axis=0)
+            rest = rest // size
+        inside = (positions < self.sequence_length)[..., None]
+        return ops.where(inside, vectors, float("nan"))
 
     def _check_shape(self, shape, reverse):
         rank = 3 if reverse else 2
@@ -257,4 +281,21 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
             "position": self.position,
             "mask_zero": self.mask_zero,
             "reverse_dtype": self.reverse_dtype,
+            "grid": self.grid,
         }
+
+
+def _check_grid(grid, sequence_length, position):
+    """A tuple of the sizes of the axes, or `None`."""
+    if grid is None:
+        return None
+    sizes = isinstance(grid, (list, tuple)) and len(grid) > 0
+    sizes = sizes and all(type(size) is int and size > 0 for size in grid)
+    if position != "learned" or not sizes or np.prod(grid) != sequence_length:
+        raise arguments.invalid(
+            "grid",
+            "None, or with position=\"learned\" positive integers whose "
+            f"product is sequence_length={sequence_length}",
+            grid,
+        )
+    return tuple(grid)

@@ -55,6 +55,8 @@ class PerformerLM(Generation, keras.Model):
         dtype: Dtype policy of all layers. Logits are computed in float32
             under every policy (float64 under float64), where the likeliest
             tokens do not tie.
+        grid: Sizes of the axes of an image or a volume, for learned
+            positions; see `keras_performer.TokenAndPositionEmbedding`.
         **kwargs: `name` and `trainable`.
 
     Call arguments:
@@ -104,6 +106,7 @@ class PerformerLM(Generation, keras.Model):
         layer_norm_epsilon=1e-5,
         seed=None,
         dtype=None,
+        grid=None,
         **kwargs,
     ):
         _check_sizes(num_layers, num_heads, hidden_dim)
@@ -127,6 +130,7 @@ class PerformerLM(Generation, keras.Model):
             sequence_length,
             hidden_dim,
             position=None if rotary else position,
+            grid=grid,
             reverse_dtype=precise,
             dtype=dtype,
             name="embedding",
@@ -176,6 +180,7 @@ class PerformerLM(Generation, keras.Model):
         self.feature_map = feature_map
         self.num_features = num_features
         self.position = position
+        self.grid = self.embedding.grid
         self.tie_embeddings = tie_embeddings
         self.reversible = reversible
         self.dropout = dropout
@@ -298,6 +303,7 @@ class PerformerLM(Generation, keras.Model):
             "feature_map": feature_maps.serialize(self.feature_map),
             "num_features": self.num_features,
             "position": self.position,
+            "grid": self.grid,
             "tie_embeddings": self.tie_embeddings,
             "reversible": self.reversible,
             "dropout": self.dropout,

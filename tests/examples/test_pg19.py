@@ -239,12 +239,12 @@ def test_config_file_round_trip(tmp_path):
     config = tiny_config(
         "--local_window=none", "--gradient_clip=none", "--far_weight=0.5"
     )
-    configs.write(config, str(tmp_path))
-    again = configs.read(str(tmp_path))
+    common.write_config(config, str(tmp_path))
+    again = common.read_config(configs.Config, str(tmp_path))
     assert dataclasses.asdict(again) == dataclasses.asdict(config)
     (tmp_path / "config.json").write_text('{"depth": 3}')
     with pytest.raises(common.UserError, match="config.json was not written"):
-        configs.read(str(tmp_path))
+        common.read_config(configs.Config, str(tmp_path))
 
 
 # --- continuation ----------------------------------------------------------

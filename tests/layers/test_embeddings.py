@@ -76,6 +76,44 @@ def test_an_unknown_length_beyond_the_table_is_not_a_number(jit_compile):
     assert np.all(np.isnan(output[:, 7:]))
 
 
+def test_positions_of_a_grid_are_sums_over_its_axes():
+    # Three rows of two columns of five channels, the channel moves first.
+    layer = TokenAndPositionEmbedding(19, 30, 11, grid=(3, 2, 5))
+    tokens = np.full((1, 30), 4, "int32")
+    output = to_numpy(layer(tokens))[0]
+    rows, columns, channels = map(to_numpy, layer.position_embeddings)
+    token = to_numpy(layer.token_embedding.embeddings)[4]
+    expected = [
+        token + rows[r] + columns[c] + channels[k]
+        for r in range(3)
+        for c in range(2)
+        for k in range(5)
+    ]
+    assert_close(output, expected, 1e-6)
+    # Given positions find the same vectors, and those beyond are NaN.
+    some = np.array([[29, 30, 7]])
+    found = to_numpy(layer(tokens[:, :3], positions=some))[0]
+    assert_close(found[[0, 2]], [expected[29], expected[7]], 1e-6)
+    assert np.all(np.isnan(found[1]))
+
+
+@pytest.mark.parametrize(
+    "grid, position",
+    [
+        ((3, 2), "learned"),
+        ((30.0, 1), "learned"),
+        ((-5, -6), "learned"),
+        ((), "learned"),
+        (30, "learned"),
+        ((5, 6), "sine"),
+        ((5, 6), None),
+    ],
+)
+def test_a_grid_that_does_not_fit_is_refused(grid, position):
+    with pytest.raises(ValueError, match="`grid`.*sequence_length=30"):
+        TokenAndPositionEmbedding(19, 30, 12, position=position, grid=grid)
+
+
 def test_logits_have_a_dtype_of_their_own():
     x = normal(1, 3, 11)
     precise = TokenAndPositionEmbedding(

@@ -192,8 +192,11 @@ def test_block_trains_when_compiled_by_xla(name):
 
 
 @pytest.mark.parametrize("mask_zero", [False, True])
-@pytest.mark.parametrize("position", ["learned", "sine", None])
+@pytest.mark.parametrize("position", ["learned", "grid", "sine", None])
 def test_embedding_climbs_the_ladder(position, mask_zero):
+    grid = None
+    if position == "grid":
+        position, grid = "learned", (7, 1)
     # Sines and cosines come in pairs.
     width = 10 if position == "sine" else 11
     ladder = Ladder(
@@ -205,10 +208,11 @@ def test_embedding_climbs_the_ladder(position, mask_zero):
             "position": position,
             "mask_zero": mask_zero,
             "reverse_dtype": "float32",
+            "grid": grid,
         },
         {"inputs": IDS},
         output_shape=(2, 7, width),
-        trainable=2 if position == "learned" else 1,
+        trainable=1 + len(grid or (position == "learned") * [7]),
         moving=("embeddings", "position_embedding"),
     )
     ladder.climb()

@@ -123,6 +123,7 @@ def test_a_config_returns_every_argument():
         "activation": "relu",
         "layer_norm_epsilon": 1e-3,
         "seed": 8,
+        "grid": (1, 3, 3),
         "name": "lm",
     }
     model = PerformerLM(**given, trainable=False, dtype="mixed_bfloat16")

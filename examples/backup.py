@@ -1,0 +1,102 @@
+"""Training that was killed goes on where it was, to the same weights."""
+
+import json
+import os
+
+import keras
+import numpy as np
+
+from examples.errors import UserError
+
+_META = "meta"
+
+
+class Backup(keras.callbacks.Callback):
+    """Keeps all that training needs to go on, as of the last whole epoch.
+
+    `keras.callbacks.BackupAndRestore` does most of this. It writes two files,
+    one after the other, so that a process killed between them repeats an
+    epoch with its result; and it leaves out the state of dropout's random
+    numbers. Here one file is replaced at once, and holds every variable.
+
+    Args:
+        path: file, `.npz`. It is read without unpickling.
+        settings: dict of JSON values, what the run was started with. A file
+            with others is refused.
+    """
+
+    def __init__(self, path, settings):
+        super().__init__()
+        self.path = path
+        self.settings = settings
+
+    def restore(self, model):
+        """Sets the variables of a compiled model.
+
+        Args:
+            model: the model, with its optimizer.
+
+        Returns:
+            int, the epochs that are done; 0 without a file.
+
+        Raises:
+            examples.common.UserError: the file is of another run, or none
+                of these.
+        """
+        model.optimizer.build(model.trainable_variables)
+        if not os.path.exists(self.path):
+            return 0
+        try:
+            with np.load(self.path, allow_pickle=False) as file:
+                arrays = dict(file)
+            meta = json.loads(str(arrays.pop(_META)))
+        except Exception as error:  # zipfile, numpy, json: each has its own
+            raise UserError(
+                f"{self.path} cannot be read ({error}). Delete it to start "
+                "anew."
+            ) from error
+        changed = {
+            name
+            for name in {**self.settings, **meta["settings"]}
+            if self.settings.get(name) != meta["settings"].get(name)
+        }
+        variables = _variables(model)
+        if changed or variables.keys() != arrays.keys():
+            raise UserError(
+                f"{self.path} is of an unfinished run with another "
+                f"{', '.join(sorted(changed)) or 'model'}. Give this run "
+                "another --output_dir, or delete that file to start anew."
+            )
+        for name, variable in variables.items():
+            variable.assign(arrays[name])
+        return meta["epochs"]
+
+    def on_epoch_end(self, epoch, logs=None):
+        arrays = {
+            name: keras.ops.convert_to_numpy(variable)
+            for name, variable in _variables(self.model).items()
+        }
+        meta = {"epochs": epoch + 1, "settings": self.settings}
+        unfinished = self.path + ".new"
+        with open(unfinished, "wb") as file:
+            np.savez(file, **arrays, **{_META: json.dumps(meta)})
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, self.path)
+
+
+def _variables(model):
+    """Names to variables: weights, random states and the optimizer's."""
+    passing = {id(variable) for variable in model.metrics_variables}
+    own = [v for v in model.variables if id(v) not in passing]
+    optimizer = model.optimizer
+    found = own + list(optimizer.variables)
+    # Under mixed_float16 the optimizer wraps another.
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        known = {id(variable) for variable in found}
+        found += [v for v in inner.variables if id(v) not in known]
+    return {
+        f"{index:04d} {variable.path}": variable
+        for index, variable in enumerate(found)
+    }

@@ -1,0 +1,111 @@
+"""Examples as TFRecord files, and the TensorFlow Datasets behind them.
+
+A record holds two strings of bytes: `name`, and `data`, which is a text in
+UTF-8, the `64 * 64 * 3` bytes of an image in raster order, or the letters of
+a protein. `python -m tools.prepare_data` writes such files.
+"""
+
+import os
+import re
+
+import tensorflow as tf
+
+from examples.errors import UserError
+
+FEATURES = {
+    "name": tf.io.FixedLenFeature((), tf.string),
+    "data": tf.io.FixedLenFeature((), tf.string),
+}
+_NAME = re.compile(r"(\w+)-(\d{5})-of-(\d{5})\.tfrecord")
+TFDS = "tfds:"
+
+
+def files(folder, split):
+    """Paths of a split's files, in their order; empty if there are none.
+
+    Raises:
+        examples.common.UserError: some of the split's files are missing.
+    """
+    if not os.path.isdir(folder):
+        return []
+    found, count = {}, 0
+    for name in sorted(os.listdir(folder)):
+        match = _NAME.fullmatch(name)
+        if match and match[1] == split:
+            count = int(match[3])
+            found[int(match[2])] = os.path.join(folder, name)
+    missing = sorted(set(range(count)) - set(found))
+    if missing:
+        raise UserError(
+            f"{folder}: of {count} files of the split {split!r}, number "
+            f"{', '.join(map(str, missing))} is missing. "
+            "tools.prepare_data writes what is missing when it is run again."
+        )
+    return [found[index] for index in sorted(found)]
+
+
+def serialize(name, data):
+    """A record: bytes."""
+    features = {
+        key: tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+        for key, value in (("name", name.encode("utf-8")), ("data", data))
+    }
+    return tf.train.Example(
+        features=tf.train.Features(feature=features)
+    ).SerializeToString()
+
+
+def dataset(paths):
+    """Dataset of dicts of two strings, `name` and `data`."""
+    return tf.data.TFRecordDataset(paths).map(
+        lambda record: tf.io.parse_single_example(record, FEATURES)
+    )
+
+
+def read(paths):
+    """Yields `(name, data)`: a string and bytes.
+
+    Raises:
+        examples.common.UserError: a file is damaged, or holds other records.
+    """
+    for path in paths:
+        try:
+            for record in dataset([path]).as_numpy_iterator():
+                yield record["name"].decode("utf-8"), record["data"]
+        except (tf.errors.DataLossError, tf.errors.InvalidArgumentError) as e:
+            raise UserError(
+                f"{path} is damaged, or no file of tools.prepare_data: "
+                f"{e.message}"
+            ) from None
+
+
+def tensorflow_dataset(source, split, data_dir=None):
+    """The TensorFlow Dataset that `tfds:NAME` names; imported here only.
+
+    Args:
+        source: string, such as "tfds:pg19".
+        split: string, one of the data set's own.
+        data_dir: folder where the data set lies, or None for TFDS's own.
+
+    Returns:
+        Iterable of dicts of numpy values.
+
+    Raises:
+        examples.common.UserError: the package or the data set is missing.
+    """
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError:
+        raise UserError(
+            f"{source} needs TensorFlow Datasets: "
+            'pip install "keras-performer[tfds]"'
+        ) from None
+    name = source.removeprefix(TFDS)
+    try:
+        return tfds.as_numpy(
+            tfds.load(name, split=split, data_dir=data_dir)
+        )
+    except Exception as error:  # each builder raises its own
+        raise UserError(
+            f"{source}, split {split!r}: {type(error).__name__}: {error}"
+        ) from error
