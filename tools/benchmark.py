@@ -2,6 +2,7 @@ r"""Measures time and memory, as ratios against others in the same run.
 
     python -m tools.benchmark --output_dir=DIR
     python -m tools.benchmark --output_dir=DIR --quick
+    python -m tools.benchmark --output_dir=DIR --merge=RUN1,RUN2,RUN3
 
 `--levels=op` measures attention alone, forward and forward+gradient, causal
 (pure, and with the default local window) and bidirectional, against
@@ -29,7 +30,8 @@ text for it.
 All contenders of a configuration take turns, `--repeats` times; a ratio is
 the median of the ratios of single rounds. `OUTPUT_DIR` receives
 `benchmark.json`, `benchmark.csv`, `table.md` and, of the models,
-`benchmark.png`, as Figure 3 of https://arxiv.org/abs/2009.14794.
+`benchmark.png`, as Figure 3 of https://arxiv.org/abs/2009.14794. `--merge`
+measures nothing: it reads several runs and writes the medians of their medians.
 """
 
 import contextlib
@@ -37,6 +39,7 @@ import csv
 import functools
 import gc
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -286,6 +289,7 @@ def _fits(num_bytes):
 
 def measure_op(kind, gradient, jit_compile, length, unit, options):
     """Rows of one configuration: a dict for each contender."""
+    contenders = [name for name in CONTENDERS if name in options.contenders]
     rng = np.random.default_rng(0)
     size = (3, 1, length, options.heads, options.dim)
     case = {
@@ -298,11 +302,11 @@ def measure_op(kind, gradient, jit_compile, length, unit, options):
         "num_features": options.num_features,
     }
     runs = {}
-    for name, make in CONTENDERS.items():
-        run = make(kind, case)
+    for name in contenders:
+        run = CONTENDERS[name](kind, case)
         if run is not None:
             runs[name] = run
-    seconds = {name: [] for name in (*CONTENDERS, FLOOR)}
+    seconds = {name: [] for name in (*contenders, FLOOR)}
     slow = set()
     for name, run in runs.items():
         timed(run)  # traces and compiles
@@ -384,6 +388,7 @@ def _return_values(query, key, value, mask=None, causal=None):
 
 
 MODEL_CONTENDERS = (OURS, "pure", "returns the values", "exact")
+EVERYONE = tuple(dict.fromkeys((*CONTENDERS, *MODEL_CONTENDERS)))
 
 
 def run_child(child):
@@ -416,6 +421,8 @@ def measure_model(name, causal, length, options):
     """Rows of one configuration, each contender in processes of its own."""
     rows = []
     for contender in MODEL_CONTENDERS:
+        if contender not in options.contenders:
+            continue
         if contender == "pure" and not causal:
             continue
         child = {
@@ -575,6 +582,57 @@ def _ratio_cell(row, group):
     return text
 
 
+def merge(runs):
+    """Rows of medians over several runs of the same configurations.
+
+    Args:
+        runs: list of lists of rows. What one run has measured and another
+            has not is merged from those that have.
+    """
+    key_of = ("level", "kind", "what", "jit_compile", "length", "contender")
+    groups = {}
+    for row in itertools.chain(*runs):
+        key = tuple(row[name] for name in key_of)
+        groups.setdefault(key, []).append(row)
+    rows = []
+    for group in groups.values():
+        row = dict(group[0])
+        for name in ("seconds", "ratio", "memory"):
+            if row.get(name) is not None:
+                found = [one[name] for one in group if one[name] is not None]
+                row[name] = float(np.median(found))
+        if row.get("least") is not None:
+            # From the least to the greatest median.
+            medians = [one["seconds"] for one in group if one["seconds"]]
+            row["least"], row["most"] = min(medians), max(medians)
+        rows.append(row)
+    return rows
+
+
+def doubling(rows):
+    """Lines that tell how many times longer twice the length takes."""
+    groups = {}
+    for row in rows:
+        if row["contender"] == OURS and row["seconds"]:
+            if row["level"] != "decode":
+                key = (row["kind"], row["what"], row["jit_compile"])
+                groups.setdefault(key, {})[row["length"]] = row["seconds"]
+    lines = []
+    for (kind, what, compiled), seconds in groups.items():
+        found = [
+            f"{2 * length:,}: {seconds[2 * length] / seconds[length]:.2f}"
+            for length in sorted(seconds)
+            if 2 * length in seconds
+        ]
+        if found:
+            suffix = "" if compiled else ", without XLA"
+            lines.append(
+                f"{kind}, {what}{suffix}: times as long as half the length, "
+                + ", ".join(found)
+            )
+    return lines
+
+
 def crossover(rows):
     """Lines that tell from which length on exact attention is slower."""
     lines = []
@@ -640,6 +698,7 @@ def define_flags(flag_values=flags.FLAGS):
         (flags.DEFINE_list, "levels", list(LEVELS), f"Of {LEVELS}."),
         (flags.DEFINE_list, "kinds", list(KINDS), "Of attention, op."),
         (flags.DEFINE_list, "models", list(MODELS), "Sizes of models."),
+        (flags.DEFINE_list, "contenders", list(EVERYONE), f"Of {EVERYONE}."),
         (flags.DEFINE_list, "lengths", None, "Tokens; 256 to 65,536."),
         (flags.DEFINE_list, "jit_compile", ["true", "false"], "XLA, op."),
         (flags.DEFINE_integer, "repeats", 7, "Rounds."),
@@ -647,6 +706,7 @@ def define_flags(flag_values=flags.FLAGS):
         (flags.DEFINE_integer, "dim", 64, "D, at the op level."),
         (flags.DEFINE_integer, "num_features", 256, "M, at the op level."),
         (flags.DEFINE_bool, "quick", False, "Two lengths, 3 rounds."),
+        (flags.DEFINE_list, "merge", None, "Folders of runs to merge."),
         (flags.DEFINE_string, "child", None, "Used by the tool itself."),
     ):
         define(name, default, text, flag_values=flag_values)
@@ -662,6 +722,7 @@ class _Settings:
             ("kinds", KINDS),
             ("models", tuple(MODELS)),
             ("jit_compile", ("true", "false")),
+            ("contenders", EVERYONE),
         ):
             given = getattr(options, name)
             unknown = sorted(set(given) - set(known))
@@ -670,6 +731,8 @@ class _Settings:
                     f"--{name} expects some of {known}. Received: {unknown}"
                 )
             setattr(self, name, given)
+        if OURS not in self.contenders:
+            self.contenders = [OURS, *self.contenders]
         try:
             self.lengths = [int(n) for n in options.lengths or ()]
         except ValueError:
@@ -724,9 +787,14 @@ def main(options=flags.FLAGS):
     if options.child is not None:
         run_child(json.loads(options.child))
         return
-    settings = _Settings(options)
     folder = options.output_dir
     os.makedirs(folder, exist_ok=True)
+    if options.merge:
+        rows = merge([_read(run) for run in options.merge])
+        _write(rows, folder)
+        _show(rows)
+        return
+    settings = _Settings(options)
     jobs = list(settings.jobs())
     bar = keras.utils.Progbar(len(jobs), unit_name="configuration")
     unit = Unit()
@@ -736,9 +804,25 @@ def main(options=flags.FLAGS):
         rows += job(unit, settings)
         bar.add(1)
         _write(rows, folder)
-    for level in settings.levels:
-        print(table([row for row in rows if row["level"] == level]))
-    print("\n".join(crossover(rows)))
+    _show(rows)
+
+
+def _show(rows, file=None):
+    """Tables and what follows from them."""
+    for level in dict.fromkeys(row["level"] for row in rows):
+        own = [row for row in rows if row["level"] == level]
+        print(table(own), file=file)
+    print("\n".join(crossover(rows) + doubling(rows)), file=file)
+
+
+def _read(folder):
+    """Rows of an earlier run."""
+    path = os.path.join(folder, "benchmark.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, json.JSONDecodeError) as error:
+        raise common.UserError(f"--merge: {path}: {error}") from None
 
 
 def _write(rows, folder):
@@ -756,12 +840,8 @@ def _write(rows, folder):
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(rows)
-    levels = dict.fromkeys(row["level"] for row in rows)
     with open(path("table.md"), "w", encoding="utf-8") as file:
-        for level in levels:
-            own = [row for row in rows if row["level"] == level]
-            file.write(table(own) + "\n")
-        file.write("\n".join(crossover(rows)) + "\n")
+        _show(rows, file)
     models = [row for row in rows if row["level"] == "model"]
     if models:
         draw(models, path("benchmark.png"))

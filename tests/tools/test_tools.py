@@ -200,6 +200,7 @@ def test_a_benchmark_writes_ratios(tmp_path, capsys):
         "--levels=op",
         "--kinds=bidirectional",
         "--lengths=64",
+        "--contenders=exact,returns the values",
         "--jit_compile=false",
         "--repeats=2",
         "--heads=1",
@@ -209,7 +210,7 @@ def test_a_benchmark_writes_ratios(tmp_path, capsys):
     benchmark.main(options)
     rows = json.loads((tmp_path / "benchmark.json").read_text())
     names = [row["contender"] for row in rows]
-    assert [name for name in names if name not in benchmark.OPTIONAL] == 2 * [
+    assert names == 2 * [
         "keras-performer",
         "returns the values",
         "exact",
@@ -260,6 +261,49 @@ def test_a_model_is_measured_beside_one_that_does_not_fit(
     assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
+def _row(length, contender, seconds):
+    ratio = None if seconds is None else 2.0
+    return {
+        "level": "op",
+        "kind": "causal",
+        "what": "forward",
+        "jit_compile": True,
+        "length": length,
+        "contender": contender,
+        "seconds": seconds,
+        "least": seconds,
+        "most": seconds,
+        "ratio": ratio,
+    }
+
+
+def test_runs_are_merged_and_lengths_compared(tmp_path, capsys):
+    for run, factor in (("a", 1.0), ("b", 3.0), ("c", 2.0)):
+        rows = [
+            _row(64, "keras-performer", factor * 2),
+            _row(128, "keras-performer", factor * 5),
+            _row(128, "exact", None if run == "b" else 40.0),
+        ]
+        (tmp_path / run).mkdir()
+        benchmark._write(rows, tmp_path / run)
+    runs = ",".join(str(tmp_path / run) for run in "abc")
+    options = options_of(
+        benchmark, f"--output_dir={tmp_path}", f"--merge={runs}"
+    )
+    benchmark.main(options)
+    rows = json.loads((tmp_path / "benchmark.json").read_text())
+    assert [row["seconds"] for row in rows] == [4.0, 10.0, 40.0]
+    assert [row["least"] for row in rows] == [2.0, 5.0, 40.0]
+    assert [row["most"] for row in rows] == [6.0, 15.0, 40.0]
+    out = capsys.readouterr().out
+    assert "times as long as half the length, 128: 2.50" in out
+    options = options_of(
+        benchmark, f"--output_dir={tmp_path}", "--merge=missing"
+    )
+    with pytest.raises(common.UserError, match="--merge: missing"):
+        benchmark.main(options)
+
+
 def test_tokens_are_measured_beside_the_whole_text(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "MODELS", {"tiny": (1, 1, 8, 8)})
     monkeypatch.setattr(benchmark, "DECODE_TOKENS", 3)
@@ -291,7 +335,9 @@ def test_models_run_in_processes_of_their_own(fitting, tmp_path, monkeypatch):
         )
 
     monkeypatch.setattr(benchmark.subprocess, "run", run)
-    options = types.SimpleNamespace(repeats=3)
+    options = types.SimpleNamespace(
+        repeats=3, contenders=benchmark.MODEL_CONTENDERS
+    )
     rows = benchmark.measure_model("small", True, 8, options)
     assert len(rows) == len(benchmark.MODEL_CONTENDERS)
     found = {row["contender"]: row["seconds"] for row in rows}
@@ -304,7 +350,13 @@ def test_models_run_in_processes_of_their_own(fitting, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "argument",
-    ["--levels=layer", "--lengths=long", "--models=huge", "--repeats=0"],
+    [
+        "--levels=layer",
+        "--lengths=long",
+        "--models=huge",
+        "--contenders=all",
+        "--repeats=0",
+    ],
 )
 def test_a_wrong_flag_of_benchmark_is_named(tmp_path, argument):
     options = options_of(benchmark, f"--output_dir={tmp_path}", argument)
