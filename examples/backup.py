@@ -61,7 +61,7 @@ class Backup(keras.callbacks.Callback):
             if self.settings.get(name) != meta["settings"].get(name)
         }
         variables = _variables(model)
-        if changed or variables.keys() != arrays.keys():
+        if changed or _shapes(variables) != _shapes(arrays):
             raise UserError(
                 f"{self.path} is of an unfinished run with another "
                 f"{', '.join(sorted(changed)) or 'model'}. Give this run "
@@ -85,6 +85,10 @@ class Backup(keras.callbacks.Callback):
         os.replace(unfinished, self.path)
 
 
+def _shapes(arrays):
+    return {name: tuple(array.shape) for name, array in arrays.items()}
+
+
 def _variables(model):
     """Names to variables: weights, random states and the optimizer's."""
     passing = {id(variable) for variable in model.metrics_variables}
@@ -96,7 +100,8 @@ def _variables(model):
     if inner is not None:
         known = {id(variable) for variable in found}
         found += [v for v in inner.variables if id(v) not in known]
+    # Not by path: that of a layer without a name counts those before.
     return {
-        f"{index:04d} {variable.path}": variable
+        f"{index:04d} {variable.name}": variable
         for index, variable in enumerate(found)
     }

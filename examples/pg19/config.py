@@ -28,6 +28,11 @@ class Config(common.TrainingConfig):
     shuffle_windows: int = option(
         4096, "Windows held in memory to shuffle from."
     )
+    mix_documents: bool = option(
+        False,
+        "Let a training window go on with the next document; otherwise it is "
+        "filled up with padding.",
+    )
     tie_embeddings: bool = option(
         True, "Use the token embedding as the output layer too."
     )

@@ -1,9 +1,9 @@
 """Books as windows of token ids, read and tokenised inside tf.data.
 
-A window is a pair (x, y) of ids `[sequence_length]`, int32. y holds the
-tokens to predict and x the same tokens one place later, after id 0:
-`x[0] == 0` and `x[t + 1] == y[t]`. Id 0 starts every window and ends every
-document; it also pads, where a weight of 0 says so.
+A window is a pair (x, y) of ids `[sequence_length]`, int32, and weights.
+y holds the tokens to predict and x the same tokens one place later, after
+id 0: `x[0] == 0` and `x[t + 1] == y[t]`. Id 0 starts every window and ends
+every document; it also pads, where a weight of 0 says so.
 """
 
 import csv
@@ -13,8 +13,12 @@ import tensorflow as tf
 import tensorflow_text as tf_text
 
 from examples import common
+from examples import records
 
 SPLITS = ("train", "validation", "test")
+METADATA = "metadata.csv"
+SIDE_FILES = (METADATA,)
+BOOKS = 64  # in memory, to draw the next one from
 
 # WordPiece drops white space, so it is spelled out before: a space as a mark
 # at the start of its word, as SentencePiece does, a line break as a word.
@@ -24,47 +28,44 @@ _WORDS = {"lower_case": False}
 
 
 class Document:
-    """One text: a file, or a string already in memory.
+    """One text: a file, a string in memory, or a record among others.
 
     Args:
         name: string, the book's id.
         title: string, for people.
-        path: file of UTF-8 text. None with `data`.
-        data: bytes, UTF-8. None with `path`.
+        path: file of UTF-8 text, or None.
+        data: bytes, UTF-8, or None.
+        records: tuple of the paths of TFRecord files in which the documents
+            of a split stand in their order, or None. `data` is then read
+            once, and not kept.
 
     Attributes:
         num_bytes: int, length of the text.
+        num_words: int, words by white space: the unit of PG-19's perplexity.
+
+    Raises:
+        examples.common.UserError: the text is not UTF-8.
     """
 
-    def __init__(self, name, title, path=None, data=None):
+    def __init__(self, name, title, path=None, data=None, records=None):
         self.name = name
         self.title = title
         self.path = path
-        self.data = data
-        self.num_bytes = len(self.text().encode("utf-8"))
-
-    def text(self):
-        """The whole text as a string.
-
-        Raises:
-            examples.common.UserError: the file is not UTF-8.
-        """
-        data = self.data
-        if data is None:
-            with open(self.path, "rb") as file:
+        self.data = None if records else data
+        self.records = records
+        if path is not None:
+            with open(path, "rb") as file:
                 data = file.read()
         try:
-            return data.decode("utf-8")
+            text = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise common.UserError(
-                f"{self.path or self.name} is not UTF-8 text: byte "
+                f"{path or name} is not UTF-8 text: byte "
                 f"{data[error.start]:#04x} at offset {error.start}. Convert "
                 "it first, for instance with iconv."
             ) from None
-
-    def num_words(self):
-        """Words by white space: the unit of PG-19's perplexity."""
-        return len(self.text().split())
+        self.num_bytes = len(data)
+        self.num_words = len(text.split())
 
 
 def load(data_dir, split):
@@ -72,8 +73,10 @@ def load(data_dir, split):
 
     Args:
         data_dir: folder in PG-19's layout, `<split>/<id>.txt` and (if there
-            is one) `metadata.csv` without a header: id, title, year, url.
-            None: Python's own documentation.
+            is one) `metadata.csv` without a header: id, title, year, url; or
+            a folder of TFRecord files, as `tools.prepare_data` writes them;
+            or "tfds:pg19", which is read into memory. None: Python's own
+            documentation.
         split: "train", "validation" or "test".
 
     Returns:
@@ -85,15 +88,30 @@ def load(data_dir, split):
     """
     if data_dir is None:
         return _python_documentation(split)
+    if data_dir.startswith(records.TFDS):
+        return [
+            Document(
+                str(int(book["book_id"])),
+                book["book_title"].decode("utf-8"),
+                data=book["book_text"],
+            )
+            for book in records.tensorflow_dataset(data_dir, split)
+        ]
     if not os.path.isdir(data_dir):
         raise common.UserError(f"--data_dir: there is no folder {data_dir}")
+    titles = _titles(os.path.join(data_dir, METADATA))
+    files = tuple(records.files(data_dir, split))
+    if files:
+        return [
+            Document(name, titles.get(name, name), data=data, records=files)
+            for name, data in records.read(files)
+        ]
     folder = os.path.join(data_dir, split)
     if not os.path.isdir(folder):
         raise common.UserError(
             f"--data_dir: there is no folder {folder}. Expected the folders "
             f"{', '.join(SPLITS)} with one <id>.txt a book."
         )
-    titles = _titles(os.path.join(data_dir, "metadata.csv"))
     documents = []
     for file in sorted(os.listdir(folder)):
         name, extension = os.path.splitext(file)
@@ -277,7 +295,7 @@ class WordPieceTokenizer:
             sample.append(document)
             total += document.num_bytes
         pieces = bert_vocab_from_dataset.bert_vocab_from_dataset(
-            _texts(sample).map(lambda text: _mark_white_space([text])),
+            texts(sample).map(lambda text: _mark_white_space([text])),
             vocab_size=vocabulary_size,
             reserved_tokens=_RESERVED,
             bert_tokenizer_params=_WORDS,
@@ -313,12 +331,32 @@ def texts_to_ids(texts, tokenizer, length):
     return tf.ensure_shape(ids, [None, length]), mask
 
 
-def _texts(documents, seed=None):
+def raw_examples(data_dir, split):
+    """Yields `(name, data)`, a string and bytes, of each document.
+
+    Args:
+        data_dir: see `load`.
+        split: "train", "validation" or "test".
+    """
+    documents = load(data_dir, split)
+    for document, text in zip(documents, texts(documents), strict=True):
+        yield document.name, text.numpy()
+
+
+def texts(documents, seed=None):
     """Dataset of scalar strings, one a document, read when it is needed.
 
     With a seed, each pass has another order.
+
+    Args:
+        documents: list of `Document` of one kind; if they are records, the
+            first ones of their files.
+        seed: int, or None.
     """
-    in_memory = documents[0].path is None
+    first = documents[0]
+    if first.records:
+        return _recorded_texts(first.records, len(documents), seed)
+    in_memory = first.path is None
     sources = [
         document.data if in_memory else document.path for document in documents
     ]
@@ -326,6 +364,20 @@ def _texts(documents, seed=None):
     if seed is not None:
         dataset = dataset.shuffle(len(sources), seed=seed)
     return dataset if in_memory else dataset.map(tf.io.read_file)
+
+
+def _recorded_texts(files, count, seed):
+    """Files in a new order, and their texts in one of a small buffer."""
+    if seed is None:
+        return records.dataset(list(files)).take(count).map(_data)
+    paths = tf.data.Dataset.from_tensor_slices(list(files))
+    paths = paths.shuffle(len(files), seed=seed)
+    texts = paths.interleave(records.dataset, cycle_length=4).map(_data)
+    return texts.shuffle(BOOKS, seed=seed + 1)
+
+
+def _data(record):
+    return record["data"]
 
 
 def _tokens(text, tokenizer):
@@ -340,22 +392,28 @@ def _inputs(targets):
     return tf.concat([start, targets[..., :-1]], axis=-1)
 
 
-def training_dataset(documents, tokenizer, config, skip=0):
+def training_dataset(documents, tokenizer, config, skip=0, shard=(0, 1)):
     """Endless batches of shuffled windows, the same for the same seed.
 
-    Each pass takes the documents in a new order and starts at a new offset
-    below `sequence_length`, so the windows are cut anew.
+    Each pass takes the documents in a new order. A document is cut at a new
+    offset below `sequence_length` in each pass, so the windows are others;
+    its last window is filled up with padding. With `mix_documents` the
+    documents follow each other in windows without padding, and only the
+    first is cut at a new offset.
 
     Args:
         documents: list of `Document`.
         tokenizer: one of the tokenizers above.
         config: `config.Config`: `sequence_length`, `batch_size`,
-            `shuffle_windows`, `seed`.
+            `shuffle_windows`, `mix_documents`, `seed`.
         skip: int, batches to leave out at the start.
+        shard: `(index, count)`: every `count`-th window from the `index`-th
+            on, for one of several workers.
 
     Returns:
-        `tf.data.Dataset` of `(x, y)`, int32
-        `[batch_size, sequence_length]`, all static.
+        `tf.data.Dataset` of `(x, y, weight)`, int32, int32 and float32
+        `[batch_size, sequence_length]`, all static; the weight is 0 on
+        padding.
 
     Raises:
         examples.common.UserError: the text is shorter than two windows.
@@ -365,7 +423,7 @@ def training_dataset(documents, tokenizer, config, skip=0):
     # Counting tokens means tokenising; no piece has 50 bytes on average.
     if total < 100 * length:
         total = sum(int(tf.size(_tokens(t, tokenizer))) for t in
-                    _texts(documents))
+                    texts(documents))
         if total < 2 * length:
             raise common.UserError(
                 f"The training text ({total} tokens in {len(documents)} "
@@ -373,26 +431,51 @@ def training_dataset(documents, tokenizer, config, skip=0):
                 f"--sequence_length={length}."
             )
 
-    def cut(index, drawn_text):
+    def mixed(index, drawn_text):
         drawn, text = drawn_text
         tokens = _tokens(text, tokenizer)
         offset = tf.cast(drawn % length, tf.int32)
         return tokens[tf.where(index == 0, offset, 0) :]
 
+    def alone(drawn, text):
+        tokens = _tokens(text, tokenizer)
+        # What stands before the offset is a window of its own.
+        offset = tf.cast(drawn % length, tf.int32)
+        offset = tf.where(tf.size(tokens) > length, offset, 0)
+        first, rest = (
+            tf.data.Dataset.from_tensors(_windows(part, length))
+            for part in (tokens[:offset], tokens[offset:])
+        )
+        return first.concatenate(rest).unbatch()
+
     draws = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True)
-    texts = _texts(documents, seed)
+    drawn = tf.data.Dataset.zip(draws, texts(documents, seed))
+    if config.mix_documents:
+        windows = drawn.enumerate().map(mixed)
+        windows = windows.rebatch(length, drop_remainder=True)
+        windows = windows.map(lambda y: (y, tf.ones([length])))
+    else:
+        windows = drawn.flat_map(alone)
+    index, count = shard
     return (
-        tf.data.Dataset.zip(draws, texts)
-        .enumerate()
-        .map(cut)
-        .rebatch(length, drop_remainder=True)
+        windows.shard(count, index)
         .shuffle(config.shuffle_windows, seed=seed)
         .repeat()
         .batch(config.batch_size, drop_remainder=True)
         .skip(skip)
-        .map(lambda targets: (_inputs(targets), targets))
+        .map(lambda targets, weight: (_inputs(targets), targets, weight))
         .prefetch(2)
     )
+
+
+def _windows(tokens, length):
+    """Tokens `[n]` as targets and weights `[ceil(n / length), length]`."""
+    size = tf.size(tokens)
+    count = -(-size // length)
+    padding = [[0, count * length - size]]
+    targets = tf.reshape(tf.pad(tokens, padding), [count, length])
+    weight = tf.reshape(tf.pad(tf.ones([size]), padding), [count, length])
+    return targets, weight
 
 
 def evaluation_dataset(documents, tokenizer, config):
@@ -413,15 +496,10 @@ def evaluation_dataset(documents, tokenizer, config):
     length, batch_size = config.sequence_length, config.batch_size
 
     def windows(index, text):
-        tokens = _tokens(text, tokenizer)
-        size = tf.size(tokens)
-        count = -(-size // length)
-        padding = [[0, count * length - size]]
-        targets = tf.reshape(tf.pad(tokens, padding), [count, length])
-        weight = tf.reshape(
-            tf.pad(tf.ones([size]), padding), [count, length]
+        targets, weight = _windows(_tokens(text, tokenizer), length)
+        document = tf.fill(
+            tf.shape(targets)[:1], tf.cast(index, tf.int32)
         )
-        document = tf.fill([count], tf.cast(index, tf.int32))
         return _inputs(targets), targets, weight, document
 
     def fill(*arrays):
@@ -434,7 +512,7 @@ def evaluation_dataset(documents, tokenizer, config):
         return tuple(filled)
 
     return (
-        _texts(documents)
+        texts(documents)
         .enumerate()
         .map(windows)
         .rebatch(batch_size)
@@ -454,3 +532,20 @@ def validation_dataset(documents, tokenizer, config):
         dataset = dataset.take(config.validation_batches)
     batches = sum(1 for _ in dataset)
     return dataset.apply(tf.data.experimental.assert_cardinality(batches))
+
+
+def segments(text, tokenizer, length):
+    """A whole document in segments that continue each other.
+
+    Args:
+        text: scalar string tensor.
+        tokenizer: one of the tokenizers above.
+        length: int, tokens in a segment.
+
+    Returns:
+        `(x, y, weight)`, int32, int32 and float32 `[count, length]`. Only the
+        first x starts with id 0: the others start with the last token before.
+    """
+    targets, weight = _windows(_tokens(text, tokenizer), length)
+    inputs = _inputs(tf.reshape(targets, [-1]))
+    return tf.reshape(inputs, tf.shape(targets)), targets, weight

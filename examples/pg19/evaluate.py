@@ -19,7 +19,9 @@ from keras import ops
 from examples import common
 from examples.pg19 import config as configs
 from examples.pg19 import data
+from keras_performer import PerformerLM
 from keras_performer import saving
+from keras_performer.feature_maps import Exact
 
 
 @keras.saving.register_keras_serializable("keras_performer_examples")
@@ -121,27 +123,24 @@ class Score:
         return math.exp(per_word) if per_word < 700 else math.inf
 
 
-def score(model, documents, tokenizer, config, verbose=1):
+def score(model, documents, tokenizer, config, verbose=1, carry_state=False):
     """Scores a model on documents.
 
-    Each window is predicted from its own start: the first tokens of a window
-    have no context, so longer windows score better.
-
     Args:
-        model: callable, ids `[batch_size, L]` -> logits `[batch_size, L, V]`.
+        model: callable, ids `[batch_size, L]` -> logits `[batch_size, L, V]`;
+            with `carry_state` a `keras_performer.PerformerLM`.
         documents: list of `data.Document`.
         tokenizer: the tokenizer that the model was trained with.
         config: `config.Config`.
         verbose: 1 shows a progress bar of bytes, 0 nothing.
+        carry_state: whether a document is read from its start to its end, so
+            that every token has its whole past. Otherwise each window is
+            predicted from its own start: its first tokens have no context,
+            so longer windows score better.
 
     Returns:
         List of `Score`, one a document, and the `Score` of all.
     """
-
-    @tf.function(jit_compile=config.jit_compile)
-    def window_nats(x, y, weight):
-        return ops.sum(token_nats(y, model(x)) * weight, axis=-1)
-
     nats = np.zeros(len(documents))
     unknown = np.zeros(len(documents), "int64")
     total = sum(document.num_bytes for document in documents)
@@ -153,14 +152,13 @@ def score(model, documents, tokenizer, config, verbose=1):
     if tokenizer.bytes_per_token is not None:
         sizes = np.array(tokenizer.bytes_per_token)
     done = 0
-    for x, y, weight, index in data.evaluation_dataset(
-        documents, tokenizer, config
-    ):
-        np.add.at(nats, index, window_nats(x, y, weight).numpy())
+    parts = _carried_nats if carry_state else _window_nats
+    for found, y, weight, index in parts(model, documents, tokenizer, config):
+        np.add.at(nats, index, found)
         if tokenizer.unknown_id is not None:
-            found = (y.numpy() == tokenizer.unknown_id).sum(axis=-1)
+            found = (y == tokenizer.unknown_id).sum(axis=-1)
             np.add.at(unknown, index, found)
-        done += int((sizes[y.numpy()] * weight.numpy()).sum())
+        done += int((sizes[y] * weight).sum())
         bar.update(min(done, total) // 1000, finalize=False)
     bar.update(bar.target, finalize=True)
     scores = [
@@ -169,7 +167,7 @@ def score(model, documents, tokenizer, config, verbose=1):
             document.title,
             float(nats[i]),
             document.num_bytes,
-            document.num_words(),
+            document.num_words,
             int(unknown[i]),
         )
         for i, document in enumerate(documents)
@@ -181,6 +179,39 @@ def score(model, documents, tokenizer, config, verbose=1):
         everything.words += one.words
         everything.unknown += one.unknown
     return scores, everything
+
+
+def _window_nats(model, documents, tokenizer, config):
+    """Yields arrays: nats of windows, targets, weights, document's index."""
+
+    @tf.function(jit_compile=config.jit_compile)
+    def window_nats(x, y, weight):
+        return ops.sum(token_nats(y, model(x)) * weight, axis=-1)
+
+    for x, y, weight, index in data.evaluation_dataset(
+        documents, tokenizer, config
+    ):
+        nats = window_nats(x, y, weight)
+        yield nats.numpy(), y.numpy(), weight.numpy(), index.numpy()
+
+
+def _carried_nats(model, documents, tokenizer, config):
+    """The same of segments of which each continues the one before."""
+
+    @tf.function(jit_compile=config.jit_compile)
+    def segment_nats(x, y, weight, state):
+        logits, state = model.step(x, state)
+        nats = ops.sum(token_nats(y, logits) * weight, axis=-1)
+        return nats, state
+
+    texts = data.texts(documents)
+    for index, text in enumerate(texts):
+        state = model.get_initial_state(1)
+        parts = data.segments(text, tokenizer, config.sequence_length)
+        for x, y, weight in zip(*parts, strict=True):
+            x, y, weight = x[None], y[None], weight[None]
+            nats, state = segment_nats(x, y, weight, state)
+            yield nats.numpy(), y.numpy(), weight.numpy(), [index]
 
 
 def table(scores):
@@ -245,7 +276,13 @@ def load_model(path):
         ) from error
 
 
-def evaluate(path, data_dir, split, verbose=1):
+def has_state(model):
+    """Whether a loaded model can continue a sequence from a state."""
+    exact = isinstance(getattr(model, "feature_map", None), Exact)
+    return isinstance(model, PerformerLM) and not exact
+
+
+def evaluate(path, data_dir, split, verbose=1, carry_state=False):
     """Loads a saved model and scores it on one split.
 
     Args:
@@ -253,16 +290,28 @@ def evaluate(path, data_dir, split, verbose=1):
         data_dir: folder in PG-19's layout, or None: see `data.load`.
         split: "train", "validation" or "test".
         verbose: 1 shows a progress bar, 0 nothing.
+        carry_state: see `score`.
 
     Returns:
         List of `Score`, one a document, and the `Score` of all.
+
+    Raises:
+        examples.common.UserError: no such model, or one that cannot carry a
+            state.
     """
     folder = os.path.dirname(os.path.abspath(path))
     model = load_model(path)
+    if carry_state and not has_state(model):
+        raise common.UserError(
+            "--carry_state: expected the .keras file of a model that carries "
+            f"a state, not of exact attention. Received: {path}"
+        )
     config = common.read_config(configs.Config, folder)
     tokenizer = load_tokenizer(config, folder)
     documents = data.load(data_dir, split)
-    return score(model, documents, tokenizer, config, verbose)
+    return score(
+        model, documents, tokenizer, config, verbose, carry_state
+    )
 
 
 def define_flags(flag_values=flags.FLAGS):
@@ -287,13 +336,23 @@ def define_flags(flag_values=flags.FLAGS):
         "Which texts.",
         flag_values=flag_values,
     )
+    flags.DEFINE_bool(
+        "carry_state",
+        False,
+        "Read each document from its start to its end: every token has its "
+        "whole past. Otherwise each window starts anew.",
+        flag_values=flag_values,
+    )
 
 
 def main():
     """Runs the command with the flags of `absl.flags.FLAGS`."""
     options = flags.FLAGS
     scores, everything = evaluate(
-        options.model, options.data_dir, options.split
+        options.model,
+        options.data_dir,
+        options.split,
+        carry_state=options.carry_state,
     )
     print(table(scores + [everything]))
 

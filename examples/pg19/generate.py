@@ -16,8 +16,6 @@ from absl import flags
 from examples import common
 from examples.pg19 import config as configs
 from examples.pg19 import evaluate
-from keras_performer import PerformerLM
-from keras_performer.feature_maps import Exact
 from keras_performer.models import sample
 
 
@@ -110,8 +108,7 @@ def main(options=flags.FLAGS):
     if options.top_p == 0:
         raise common.UserError("--top_p: expected more than 0. Received: 0")
     model = evaluate.load_model(options.model)
-    exact = isinstance(getattr(model, "feature_map", None), Exact)
-    if not isinstance(model, PerformerLM) or exact:
+    if not evaluate.has_state(model):
         raise common.UserError(
             "--model: expected the .keras file of a model that carries a "
             f"state, not of exact attention. Received: {options.model}"

@@ -127,9 +127,30 @@ def train(config, data_dir, output_dir, vocabulary=None, verbose="auto"):
             data.validation_dataset(validation, tokenizer, config),
             output_dir,
             "val_bits_per_byte",
+            sample=functools.partial(
+                _show_text, tokenizer, validation[0], config
+            ),
             verbose=verbose,
         )
     return model, tokenizer
+
+
+# Of the text that TensorBoard shows after each validation.
+SHOWN_BYTES, SHOWN_TOKENS = 100, 200
+
+
+def _show_text(tokenizer, document, config, model):
+    """Writes the model's continuation of a document to TensorBoard."""
+    (text,) = data.texts([document])
+    prompt = text.numpy()[:SHOWN_BYTES].decode("utf-8", errors="ignore")
+    new = model.generate(
+        [evaluate.prompt_ids(tokenizer, prompt)],
+        SHOWN_TOKENS,
+        temperature=0.7,
+        seed=config.seed,
+    )
+    text = tokenizer.detokenize(new[0])
+    tf.summary.text("continuation", f"    {prompt}|{text}")
 
 
 def export(model, example, path):

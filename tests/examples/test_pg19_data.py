@@ -1,6 +1,8 @@
 """The text pipeline of examples/pg19: tokens, windows, splits, errors."""
 
 import dataclasses
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ tf = pytest.importorskip("tensorflow", reason="the examples use tf.data")
 pytest.importorskip("tensorflow_text", reason="the examples tokenise by it")
 
 from examples import common
+from examples import records
 from examples.pg19 import config as configs
 from examples.pg19 import data
 
@@ -179,27 +182,50 @@ def test_validation_tells_its_length_and_can_be_cut():
     assert len(list(cut)) == int(cut.cardinality()) == 2
 
 
-def training_windows(documents, count, **changes):
+def training_windows(documents, count, skip=0, shard=(0, 1), **changes):
+    """The first windows, each as the list of its tokens."""
     config = dataclasses.replace(CONFIG, **{"batch_size": 1, **changes})
-    dataset = data.training_dataset(documents, data.ByteTokenizer(), config)
-    return [y.numpy()[0] for _, y in dataset.take(count)]
+    dataset = data.training_dataset(
+        documents, data.ByteTokenizer(), config, skip, shard
+    )
+    return [
+        [int(token) for token in y[0][weight[0] > 0]]
+        for _, y, weight in dataset.take(count)
+    ]
 
 
-def test_training_is_the_same_for_the_same_seed_only():
+@pytest.mark.parametrize("mix_documents", [False, True])
+def test_training_is_the_same_for_the_same_seed_only(mix_documents):
     documents = [document(TEXT, "a"), document(TEXT.upper(), "b")]
-    first = training_windows(documents, 80)
-    np.testing.assert_array_equal(first, training_windows(documents, 80))
-    assert not np.array_equal(first, training_windows(documents, 80, seed=6))
+    change = {"mix_documents": mix_documents}
+    first = training_windows(documents, 80, **change)
+    assert first == training_windows(documents, 80, **change)
+    assert first != training_windows(documents, 80, seed=6, **change)
+    # What is left out at the start changes nothing of the rest.
+    assert first[30:] == training_windows(documents, 50, skip=30, **change)
+
+
+@pytest.mark.parametrize("mix_documents", [False, True])
+def test_workers_share_the_windows(mix_documents):
+    # 132 tokens: 18 or 19 windows at each offset, no two of them alike.
+    text = " ".join(str(number) for number in range(100, 133))
+    change = {"mix_documents": mix_documents, "shuffle_windows": 1}
+    whole = training_windows([document(text)], 18, **change)
+    parts = [
+        training_windows([document(text)], 9, shard=(index, 2), **change)
+        for index in range(2)
+    ]
+    assert whole[0::2] == parts[0] and whole[1::2] == parts[1]
 
 
 def test_each_pass_covers_the_text_at_a_new_offset():
     # Every window of this text tells its own place. With 18 * 7 + 6 tokens
-    # a pass has 18 windows at each of the offsets 0 to 6.
+    # a pass has 18 whole windows at each of the offsets 0 to 6.
     text = " ".join(str(number) for number in range(100, 133))
     stream = [byte + 1 for byte in text.encode()] + [0]
     places = {tuple(stream[i : i + 7]): i for i in range(len(stream) - 6)}
     assert len(stream) == 132 and len(places) == 126
-    windows = training_windows([document(text)], 4 * 18)
+    windows = training_windows([document(text)], 4 * 18, mix_documents=True)
     starts = np.array([places[tuple(window)] for window in windows])
     offsets = set()
     for one in starts.reshape([4, 18]):
@@ -210,9 +236,33 @@ def test_each_pass_covers_the_text_at_a_new_offset():
     assert len(offsets) > 1 and max(offsets) < 7
 
 
+def test_each_pass_sees_every_token_of_every_document_once():
+    texts = {"a": "abc", "b": "0123456789" * 3, "c": "ABCDEFG"}
+    documents = [document(text, name) for name, text in texts.items()]
+    streams = {
+        tuple(byte + 1 for byte in text.encode()) + (0,)
+        for text in texts.values()
+    }
+    # Without a shuffle of windows a pass is a row of whole documents. The
+    # long one has 5 windows, and 6 where its offset leaves both ends short.
+    windows = training_windows(documents, 60, shuffle_windows=1)
+    found, stream = [], []
+    for window in windows:
+        assert 0 not in window[:-1]  # an end mark is the end of its window
+        stream += window
+        if window[-1] == 0:
+            found.append(tuple(stream))
+            stream = []
+    assert len(found) > 15 and set(found) == streams
+    for pass_ in range(len(found) // 3):
+        assert set(found[3 * pass_ : 3 * pass_ + 3]) == streams
+    lengths = {len(w) for w in windows if w[0] in range(49, 59)}
+    assert len(lengths) > 3  # cut at new offsets
+
+
 def test_documents_follow_each_other_with_an_end_mark():
     documents = [document("aaa", "a"), document("bbbb" * 10, "b")]
-    windows = np.array(training_windows(documents, 60))
+    windows = np.array(training_windows(documents, 60, mix_documents=True))
     assert (windows == 0).any()
     for window in windows:
         (ends,) = np.nonzero(window == 0)
@@ -221,11 +271,76 @@ def test_documents_follow_each_other_with_an_end_mark():
             assert window[end + 1] != window[end - 1] or end == 0
 
 
+def test_segments_of_a_document_continue_each_other():
+    x, y, weight = data.segments(
+        tf.constant(TEXT), data.ByteTokenizer(), 7
+    )
+    tokens = [byte + 1 for byte in TEXT.encode()] + [0]
+    assert list(y[weight > 0]) == tokens
+    assert list(x[weight > 0]) == [0] + tokens[:-1]
+    assert x.shape == y.shape == weight.shape == (-(-len(tokens) // 7), 7)
+
+
 def test_too_little_training_text_is_an_error():
     with pytest.raises(common.UserError, match=r"\(11 tokens.*length=7"):
         data.training_dataset(
             [document("0123456789")], data.ByteTokenizer(), CONFIG
         )
+
+
+# --- records ---------------------------------------------------------------
+
+
+def test_records_are_read_as_the_books_they_are_made_of(tmp_path):
+    folder = write_books(
+        tmp_path, train={"1": TEXT, "2": TEXT.upper(), "3": "caf\u00e9"}
+    )
+    books = data.load(folder, "train")
+    assert list(data.raw_examples(folder, "train")) == [
+        (book.name, (tmp_path / "train" / f"{book.name}.txt").read_bytes())
+        for book in books
+    ]
+    # The third book stands in a file of its own.
+    paths = [str(tmp_path / f"train-0000{i}-of-00002.tfrecord") for i in (0, 1)]
+    for path, part in zip(paths, (books[:2], books[2:])):
+        with tf.io.TFRecordWriter(path) as file:
+            for book in part:
+                text = tf.io.read_file(book.path).numpy()
+                file.write(records.serialize(book.name, text))
+    again = data.load(folder, "train")
+    for book, other in zip(books, again, strict=True):
+        assert (book.name, book.num_bytes, book.num_words) == (
+            other.name, other.num_bytes, other.num_words
+        )
+    tokenizer = data.ByteTokenizer()
+    for one, other in zip(
+        data.evaluation_dataset(books, tokenizer, CONFIG),
+        data.evaluation_dataset(again, tokenizer, CONFIG),
+        strict=True,
+    ):
+        for array, expected in zip(one, other, strict=True):
+            np.testing.assert_array_equal(array, expected)
+    first = training_windows(again, 60)
+    assert first == training_windows(again, 60)
+    count = len(training_windows(books, 500))
+    assert len(training_windows(again, 500)) == count
+
+
+def test_tensorflow_datasets_are_read(monkeypatch):
+    def load(name, split, data_dir):
+        assert (name, split, data_dir) == ("pg19", "test", None)
+        return [
+            {"book_text": b"some text", "book_id": 7, "book_title": b"Title"}
+        ]
+
+    module = types.SimpleNamespace(load=load, as_numpy=lambda x: x)
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", module)
+    (book,) = data.load("tfds:pg19", "test")
+    assert (book.name, book.title, book.data) == ("7", "Title", b"some text")
+    assert book.num_words == 2
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    with pytest.raises(common.UserError, match=r"keras-performer\[tfds\]"):
+        data.load("tfds:pg19", "test")
 
 
 # --- splits ----------------------------------------------------------------
@@ -246,7 +361,7 @@ def test_a_folder_in_the_layout_of_pg19(tmp_path):
         ("100", "100", 5),
         ("20", "Title, with comma", 9),
     ]
-    assert books[1].num_words() == 2
+    assert books[1].num_words == 2
     assert [b.title for b in data.load(folder, "test")] == ["Other"]
 
 
@@ -283,7 +398,7 @@ def test_o65_the_text_inside_python_splits_without_overlap():
         name: {
             line
             for one in split
-            for line in one.text().split("\n")
+            for line in one.data.decode().split("\n")
             if len(line) > 20
         }
         for name, split in splits.items()

@@ -1,0 +1,299 @@
+"""Training of the pipelines: killed and started again, and on replicas."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow", reason="the examples use tf.data")
+pytest.importorskip("tensorflow_text", reason="the examples tokenise by it")
+
+from examples import backup
+from examples import common
+from examples.pg19 import config as configs
+from examples.pg19 import train
+
+pytestmark = pytest.mark.tensorflow_only("the examples use tf.data")
+
+CONFIG = configs.Config(
+    sequence_length=16,
+    batch_size=4,
+    num_layers=1,
+    num_heads=2,
+    hidden_dim=8,
+    intermediate_dim=16,
+    num_features=4,
+    local_window=4,
+    warmup_steps=2,
+    learning_rate=0.01,
+    steps=6,
+    validation_every=2,
+    # All that has a state of its own.
+    feature_map="favor++",
+    redraw_interval=4,
+    dropout=0.2,
+)
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("books")
+    for split, word in (
+        ("train", "sense and sensibility.\n"),
+        ("validation", "sense and tenseness.\n"),
+    ):
+        (folder / split).mkdir()
+        (folder / split / "1.txt").write_text(word * 30)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(books, tmp_path_factory):
+    """The folder of a run that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    train.train(CONFIG, books, str(folder), verbose=0)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    """Without what costs time after each epoch, and has tests elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "_show_text", lambda *arguments: None)
+        patch.setattr(common, "_probe", lambda *arguments: None)
+        yield
+
+
+def weights(folder):
+    """Weights of `last.keras`, and the curve."""
+    model = keras.models.load_model(folder / "last.keras")
+    with open(folder / "curve.csv") as file:
+        rows = [line.split(",")[:3] for line in file]
+    return [variable.numpy() for variable in model.variables], rows
+
+
+def assert_same(found, expected):
+    # One machine, one program: not a bit may differ.
+    for one, other in zip(found[0], expected[0], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert found[1] == expected[1]
+
+
+class Killed(BaseException):
+    """Nothing in the training catches it."""
+
+
+def killing(owner, name, count):
+    """A method that ends the training at its call of that number."""
+    method = getattr(owner, name)
+    calls = []
+
+    def killed(self, *arguments, **kwargs):
+        calls.append(arguments)
+        if len(calls) == count:
+            raise Killed
+        return method(self, *arguments, **kwargs)
+
+    return killed
+
+
+@pytest.mark.parametrize(
+    "owner, name, count",
+    [
+        pytest.param(
+            common.StopWhenNotFinite,
+            "on_train_batch_end",
+            1,
+            id="first-step",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            common.StopWhenNotFinite,
+            "on_train_batch_end",
+            4,
+            id="in-an-epoch",
+            marks=pytest.mark.slow,
+        ),
+        # After the checkpoints of the second epoch.
+        pytest.param(backup.Backup, "on_epoch_end", 2, id="before-a-backup"),
+        pytest.param(
+            common.Throughput,
+            "on_epoch_begin",
+            3,
+            id="after-a-backup",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_killed_run_ends_as_an_unbroken_one(
+    owner, name, count, books, whole, tmp_path, monkeypatch
+):
+    broken = tmp_path / "broken"
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, killing(owner, name, count))
+        with pytest.raises(Killed):
+            train.train(CONFIG, books, str(broken), verbose=0)
+    model, _ = train.train(CONFIG, books, str(broken), verbose=0)
+    assert_same(weights(broken), weights(whole))
+    best = keras.models.load_model(whole / "best.keras")
+    for one, other in zip(model.weights, best.weights, strict=True):
+        np.testing.assert_array_equal(one, other)
+    # All is done, but what comes after training may still be cut off.
+    train.train(CONFIG, books, str(broken), verbose=0)
+    assert_same(weights(broken), weights(whole))
+    common.finish(str(broken))
+    assert not (broken / common.BACKUP).exists()
+
+
+def test_another_unfinished_run_is_refused(books, whole, tmp_path):
+    shutil.copy(whole / common.BACKUP, tmp_path)
+    other = dataclasses.replace(CONFIG, learning_rate=0.5, num_layers=2)
+    with pytest.raises(
+        common.UserError, match="another learning_rate, num_layers"
+    ):
+        train.train(other, books, str(tmp_path), verbose=0)
+    (tmp_path / common.BACKUP).write_bytes(b"PK no archive")
+    with pytest.raises(common.UserError, match="backup.npz cannot be read"):
+        train.train(CONFIG, books, str(tmp_path), verbose=0)
+
+
+def test_a_backup_is_not_unpickled(tmp_path):
+    path = tmp_path / "backup.npz"
+    np.savez(path, meta=np.array([{"epochs": 1}], dtype=object))
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    with pytest.raises(common.UserError, match="cannot be read"):
+        backup.Backup(str(path), {}).restore(model)
+
+
+def test_mixed_precision_goes_on_too(tmp_path):
+    # Under mixed_float16 the optimizer is wrapped, and so are its variables.
+    def build():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(1, dtype="mixed_float16")]
+        )
+        model.compile("adam", "mse", auto_scale_loss=True)
+        assert isinstance(
+            model.optimizer, keras.optimizers.LossScaleOptimizer
+        )
+        return model
+
+    x = np.ones((4, 2), "float32")
+    model = build()
+    keep = backup.Backup(str(tmp_path / "backup.npz"), {})
+    model.fit(x, x[:, :1], epochs=2, callbacks=[keep], verbose=0)
+    again = build()
+    assert keep.restore(again) == 2
+    for one, other in zip(
+        backup._variables(model).items(), backup._variables(again).items()
+    ):
+        assert one[0] == other[0]
+        np.testing.assert_array_equal(one[1], other[1])
+    assert any("momentum" in name for name in backup._variables(model))
+    steps = [n for n in backup._variables(model) if "iteration" in n]
+    assert steps and float(backup._variables(again)[steps[-1]]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 4.0])
+def test_a_process_that_was_killed_goes_on(books, tmp_path, seconds):
+    """The command itself, killed so long after its first checkpoint."""
+    command = [sys.executable, "-m", "examples.pg19.train"]
+    for field in dataclasses.fields(CONFIG):
+        value = getattr(CONFIG, field.name)
+        command.append(f"--{field.name}={value}")
+    command += [f"--data_dir={books}", "--sample_tokens=3"]
+    command += ["--steps=40"]
+    folders = [tmp_path / "whole", tmp_path / "broken"]
+    commands = [[*command, f"--output_dir={folder}"] for folder in folders]
+    subprocess.run(commands[0], check=True, capture_output=True)
+    process = subprocess.Popen(
+        commands[1], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while not (folders[1] / "last.keras").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert os.path.exists(folders[1] / common.BACKUP)
+    subprocess.run(commands[1], check=True, capture_output=True)
+    assert_same(*(weights(folder) for folder in reversed(folders)))
+
+
+def train_on(distribution, folder, books, **changes):
+    config = dataclasses.replace(
+        CONFIG, distribution=distribution, batch_size=8, **changes
+    )
+    model, _ = train.train(config, books, str(folder), verbose=0)
+    with open(folder / "curve.csv") as file:
+        names = file.readline().split(",")
+        rows = [line.split(",") for line in file]
+    values = [dict(zip(names, row)) for row in rows]
+    keys = ("loss", "bits_per_byte", "val_loss", "val_bits_per_byte")
+    curve = [[float(row[key]) for key in keys] for row in values]
+    return model, np.array(curve)
+
+
+def test_replicas_train_as_one_device(books, tmp_path):
+    # Dropout draws other numbers on each replica, so it is left out here.
+    one, expected = train_on("none", tmp_path / "a", books, dropout=0.0)
+    many, found = train_on("mirrored", tmp_path / "b", books, dropout=0.0)
+    # Sums over four replicas are added in another order: 6 steps of Adam
+    # carry float32 roundings on.
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    for weight, other in zip(one.weights, many.weights, strict=True):
+        np.testing.assert_allclose(weight, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_replicas_with_dropout_train_alike(books, tmp_path):
+    model, found = train_on("mirrored", tmp_path / "a", books)
+    _, again = train_on("mirrored", tmp_path / "b", books)
+    np.testing.assert_array_equal(found, again)
+    _, without = train_on("none", tmp_path / "c", books, dropout=0.0)
+    assert np.all(np.isfinite(found))
+    assert not np.allclose(found[:, 0], without[:, 0], rtol=1e-3)
+    for weight in model.weights:
+        values = getattr(weight.value, "values", [weight.value])
+        assert len(values) in (1, 4)
+        for value in values[1:]:
+            np.testing.assert_array_equal(value, values[0])
+
+
+def test_a_batch_must_fit_the_replicas():
+    config = dataclasses.replace(CONFIG, distribution="mirrored", batch_size=6)
+    with pytest.raises(common.UserError, match="a multiple of the 4 replicas"):
+        common.make_strategy(config)
+
+
+def test_a_missing_tpu_is_told():
+    config = dataclasses.replace(CONFIG, distribution="tpu")
+    with pytest.raises(common.UserError, match="finds no TPU.*tpu"):
+        common.make_strategy(config)
+
+
+def test_xla_is_not_asked_for_on_a_tpu():
+    with pytest.raises(common.UserError, match="`jit_compile`.*tpu"):
+        dataclasses.replace(CONFIG, distribution="tpu", jit_compile=True)
+
+
+def test_throughput_leaves_validation_out():
+    throughput = common.Throughput(100)
+    throughput.on_epoch_begin(0)
+    time.sleep(0.2)
+    for batch in range(5):
+        throughput.on_train_batch_end(batch)
+    time.sleep(2.0)
+    logs = {}
+    throughput.on_epoch_end(0, logs)
+    # 500 tokens in 0.2 s; with the validation it would be below 250.
+    assert 250 < logs["tokens_per_second"] <= 2500
