@@ -300,6 +300,43 @@ def build_model(config, vocabulary_size, sequence_length, **options):
         raise UserError(f"The model cannot be built. {error}") from error
 
 
+@keras.saving.register_keras_serializable(package="keras_performer_examples")
+class TokenLoss(keras.losses.Loss):
+    """Mean cross-entropy of tokens, weighted, over the whole batch.
+
+    Padding has weight 0 and does not dilute the mean, as with Keras's
+    `reduction="mean_with_sample_weight"`. That divides by the weights of each
+    replica: replicas with much padding then count as much as others, and the
+    gradient is not that of one device. Here it is.
+    """
+
+    def __init__(self, name="token_loss", **kwargs):
+        super().__init__(name=name, **kwargs)
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        """Ids `[B, L]`, logits `[B, L, V]`, weights `[B, L]` -> scalar."""
+        nats = self.call(y_true, y_pred)
+        weight = keras.ops.ones_like(nats)
+        if sample_weight is not None:
+            weight = keras.ops.cast(sample_weight, nats.dtype)
+        total = keras.ops.sum(weight)
+        replica = tf.distribute.get_replica_context()
+        if replica is not None and replica.num_replicas_in_sync > 1:
+            # Keras adds up the replicas' losses and gradients.
+            total = replica.all_reduce("sum", total)
+        return keras.ops.divide_no_nan(keras.ops.sum(nats * weight), total)
+
+    def call(self, y_true, y_pred):
+        return token_nats(y_true, y_pred)
+
+
+def token_nats(y_true, logits):
+    """-log p of each token: ids `[B, L]`, logits `[B, L, V]` -> `[B, L]`."""
+    return keras.ops.sparse_categorical_crossentropy(
+        y_true, keras.ops.cast(logits, "float32"), from_logits=True
+    )
+
+
 def compile_model(model, config, metrics):
     """Cross-entropy, AdamW and metrics, as the config says.
 
@@ -316,13 +353,22 @@ def compile_model(model, config, metrics):
             config.weight_decay,
             config.gradient_clip,
         ),
-        # Padding has weight 0 and must not dilute the mean either.
-        loss=keras.losses.SparseCategoricalCrossentropy(
-            from_logits=True, reduction="mean_with_sample_weight"
-        ),
+        loss=TokenLoss(),
         weighted_metrics=metrics,
         jit_compile=config.jit_compile,
     )
+
+
+def same_each_time(make):
+    """A data set whose iterators all begin with the same random numbers.
+
+    Seeded shuffles and draws of a `tf.data.Dataset` go on from one of its
+    iterators to the next, and `fit` may look inside before it begins.
+
+    Args:
+        make: function of a scalar, which it ignores, to a `tf.data.Dataset`.
+    """
+    return tf.data.Dataset.range(1).flat_map(make)
 
 
 def make_strategy(config):
@@ -506,6 +552,11 @@ def make_optimizer(
     return optimizer
 
 
+def steps_done(optimizer):
+    """Steps that an optimizer has taken; a plain int() fails on replicas."""
+    return int(keras.ops.convert_to_numpy(optimizer.iterations))
+
+
 class StopWhenNotFinite(keras.callbacks.Callback):
     """Ends training with a `UserError` at the first loss that is no number.
 
@@ -519,7 +570,7 @@ class StopWhenNotFinite(keras.callbacks.Callback):
         if not math.isfinite(loss):
             optimizer = self.model.optimizer
             raise UserError(
-                f"The loss became {loss} at step {int(optimizer.iterations)}, "
+                f"The loss became {loss} at step {steps_done(optimizer)}, "
                 f"at learning rate {float(optimizer.learning_rate):.3g}. "
                 "Lower --learning_rate or raise --warmup_steps. Checkpoints "
                 "written before this step are intact."
@@ -550,7 +601,7 @@ class CurveLogger(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         optimizer = self.model.optimizer
         row = {
-            "step": int(optimizer.iterations),
+            "step": steps_done(optimizer),
             "learning_rate": float(optimizer.learning_rate),
             **(logs or {}),
         }

@@ -448,24 +448,28 @@ def training_dataset(documents, tokenizer, config, skip=0, shard=(0, 1)):
         )
         return first.concatenate(rest).unbatch()
 
-    draws = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True)
-    drawn = tf.data.Dataset.zip(draws, texts(documents, seed))
-    if config.mix_documents:
-        windows = drawn.enumerate().map(mixed)
-        windows = windows.rebatch(length, drop_remainder=True)
-        windows = windows.map(lambda y: (y, tf.ones([length])))
-    else:
-        windows = drawn.flat_map(alone)
-    index, count = shard
-    return (
-        windows.shard(count, index)
-        .shuffle(config.shuffle_windows, seed=seed)
-        .repeat()
-        .batch(config.batch_size, drop_remainder=True)
-        .skip(skip)
-        .map(lambda targets, weight: (_inputs(targets), targets, weight))
-        .prefetch(2)
-    )
+    def batches(_):
+        draws = tf.data.Dataset.random(
+            seed=seed, rerandomize_each_iteration=True
+        )
+        drawn = tf.data.Dataset.zip(draws, texts(documents, seed))
+        if config.mix_documents:
+            windows = drawn.enumerate().map(mixed)
+            windows = windows.rebatch(length, drop_remainder=True)
+            windows = windows.map(lambda y: (y, tf.ones([length])))
+        else:
+            windows = drawn.flat_map(alone)
+        index, count = shard
+        return (
+            windows.shard(count, index)
+            .shuffle(config.shuffle_windows, seed=seed)
+            .repeat()
+            .batch(config.batch_size, drop_remainder=True)
+            .skip(skip)
+            .map(lambda targets, weight: (_inputs(targets), targets, weight))
+        )
+
+    return common.same_each_time(batches).prefetch(2)
 
 
 def _windows(tokens, length):

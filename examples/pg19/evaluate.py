@@ -53,7 +53,7 @@ class BitsPerByte(keras.metrics.Metric):
             y_pred: logits `[B, L, V]`.
             sample_weight: `[B, L]`, 0 on padding. None: all count.
         """
-        nats = token_nats(y_true, y_pred)
+        nats = common.token_nats(y_true, y_pred)
         if self.bytes_per_token is None:
             sizes = ops.not_equal(y_true, 0)
         else:
@@ -76,13 +76,6 @@ class BitsPerByte(keras.metrics.Metric):
             **super().get_config(),
             "bytes_per_token": self.bytes_per_token,
         }
-
-
-def token_nats(y_true, logits):
-    """-log p of each token: ids `[B, L]`, logits `[B, L, V]` -> `[B, L]`."""
-    return ops.sparse_categorical_crossentropy(
-        y_true, ops.cast(logits, "float32"), from_logits=True
-    )
 
 
 @dataclasses.dataclass
@@ -186,7 +179,7 @@ def _window_nats(model, documents, tokenizer, config):
 
     @tf.function(jit_compile=config.jit_compile)
     def window_nats(x, y, weight):
-        return ops.sum(token_nats(y, model(x)) * weight, axis=-1)
+        return ops.sum(common.token_nats(y, model(x)) * weight, axis=-1)
 
     for x, y, weight, index in data.evaluation_dataset(
         documents, tokenizer, config
@@ -201,7 +194,7 @@ def _carried_nats(model, documents, tokenizer, config):
     @tf.function(jit_compile=config.jit_compile)
     def segment_nats(x, y, weight, state):
         logits, state = model.step(x, state)
-        nats = ops.sum(token_nats(y, logits) * weight, axis=-1)
+        nats = ops.sum(common.token_nats(y, logits) * weight, axis=-1)
         return nats, state
 
     texts = data.texts(documents)

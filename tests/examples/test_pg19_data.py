@@ -201,6 +201,11 @@ def test_training_is_the_same_for_the_same_seed_only(mix_documents):
     first = training_windows(documents, 80, **change)
     assert first == training_windows(documents, 80, **change)
     assert first != training_windows(documents, 80, seed=6, **change)
+    # A second iterator over one data set gives the same once more.
+    config = dataclasses.replace(CONFIG, **change)
+    dataset = data.training_dataset(documents, data.ByteTokenizer(), config)
+    for one, other in zip(dataset.take(20), dataset.take(20)):
+        np.testing.assert_array_equal(one[1], other[1])
     # What is left out at the start changes nothing of the rest.
     assert first[30:] == training_windows(documents, 50, skip=30, **change)
 

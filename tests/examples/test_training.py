@@ -180,9 +180,8 @@ def test_mixed_precision_goes_on_too(tmp_path):
         model = keras.Sequential(
             [keras.Input((2,)), keras.layers.Dense(1, dtype="mixed_float16")]
         )
-        model.compile("adam", "mse", auto_scale_loss=True)
-        assert isinstance(
-            model.optimizer, keras.optimizers.LossScaleOptimizer
+        model.compile(
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "mse"
         )
         return model
 
@@ -252,6 +251,31 @@ def test_replicas_train_as_one_device(books, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     for weight, other in zip(one.weights, many.weights, strict=True):
         np.testing.assert_allclose(weight, other, rtol=1e-3, atol=1e-4)
+
+
+def test_the_loss_is_a_weighted_mean_of_the_whole_batch():
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 5, (8, 3))
+    logits = rng.normal(size=(8, 3, 5)).astype("float32")
+    # The replicas' weights differ; that of the last is 0.
+    weight = rng.integers(0, 3, (8, 3)).astype("float32")
+    weight[6:] = 0
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nats = -np.take_along_axis(log_p, y[..., None], -1)[..., 0]
+    expected = (nats * weight).sum() / weight.sum()
+    loss = common.TokenLoss()
+    np.testing.assert_allclose(loss(y, logits, weight), expected, rtol=1e-6)
+    np.testing.assert_allclose(loss(y, logits), nats.mean(), rtol=1e-6)
+    assert float(loss(y, logits, np.zeros((8, 3)))) == 0
+    config = dataclasses.replace(CONFIG, distribution="mirrored", batch_size=8)
+    strategy = common.make_strategy(config)
+    batches = tf.data.Dataset.from_tensors((y, logits, weight)).unbatch()
+    parts = iter(strategy.experimental_distribute_dataset(batches.batch(8)))
+    function = tf.function(lambda part: strategy.run(loss, args=part))
+    found = strategy.reduce("SUM", function(next(parts)), axis=None)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    again = keras.losses.deserialize(keras.losses.serialize(loss))
+    np.testing.assert_allclose(again(y, logits, weight), expected, rtol=1e-6)
 
 
 @pytest.mark.slow
