@@ -514,6 +514,24 @@ def check(config, name, valid, expected):
         )
 
 
+@keras.saving.register_keras_serializable(package="keras_performer_examples")
+class AdamW(keras.optimizers.AdamW):
+    """AdamW that clips the gradient of the whole batch.
+
+    Keras clips that of each replica, and adds up afterwards.
+    """
+
+    def _clip_gradients(self, grads):
+        replica = tf.distribute.get_replica_context()
+        count = 1 if replica is None else replica.num_replicas_in_sync
+        if count > 1:
+            grads = [tf.convert_to_tensor(gradient) for gradient in grads]
+            grads = replica.all_reduce("sum", grads)
+        clipped = super()._clip_gradients(grads)
+        # Keras adds up what the replicas give.
+        return [gradient / count for gradient in clipped]
+
+
 def make_optimizer(
     learning_rate, warmup_steps, total_steps, weight_decay, gradient_clip
 ):
@@ -532,7 +550,7 @@ def make_optimizer(
         gradient_clip: float, largest global norm of the gradient, or None.
 
     Returns:
-        A `keras.optimizers.AdamW`.
+        An `AdamW`.
     """
     schedule = keras.optimizers.schedules.CosineDecay(
         initial_learning_rate=0.0,
@@ -541,7 +559,7 @@ def make_optimizer(
         decay_steps=max(1, total_steps - warmup_steps),
         alpha=0.1,
     )
-    optimizer = keras.optimizers.AdamW(
+    optimizer = AdamW(
         schedule,
         weight_decay=weight_decay,
         beta_2=0.98,

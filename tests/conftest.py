@@ -38,6 +38,10 @@ def pytest_configure(config):
         "markers",
         "tensorflow_only(reason): skipped, for that reason, on other backends",
     )
+    config.addinivalue_line(
+        "markers",
+        "one_in(n): of its parametrisations the others of each n are slow",
+    )
     if not ON_TENSORFLOW:
         # Eager JAX compiles each loop anew: from here, where it was seen.
         cache = {
@@ -47,6 +51,20 @@ def pytest_configure(config):
         }
         for name, value in cache.items():
             jax.config.update(name, value)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items):
+    """Spreads the parametrisations of a test over the two suites."""
+    counts = {}
+    for item in items:
+        marker = item.get_closest_marker("one_in")
+        slow = item.get_closest_marker("slow")
+        if marker is not None and slow is None:
+            test = item.nodeid.split("[")[0]
+            counts[test] = counts.get(test, -1) + 1
+            if counts[test] % marker.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

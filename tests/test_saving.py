@@ -346,6 +346,7 @@ def exported_blocks(tmp_path_factory):
     return blocks
 
 
+@pytest.mark.one_in(2)
 @tensorflow_only
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_o49_block_exports_for_any_batch_and_length(
@@ -369,6 +370,7 @@ def test_o49_block_exports_for_any_batch_and_length(
             np.testing.assert_array_equal(reloaded(x), first)
 
 
+@pytest.mark.one_in(3)
 @tensorflow_only
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_o50_gradients_of_the_reloaded_block(kind, exported_blocks):

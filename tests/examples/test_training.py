@@ -177,9 +177,8 @@ def test_mixed_precision_goes_on_too(tmp_path):
     # Under mixed_float16 the optimizer is wrapped, and so are its variables.
     def build():
         keras.utils.set_random_seed(0)
-        model = keras.Sequential(
-            [keras.Input((2,)), keras.layers.Dense(1, dtype="mixed_float16")]
-        )
+        dense = keras.layers.Dense(1, dtype="mixed_float16", name="dense")
+        model = keras.Sequential([keras.Input((2,)), dense], name="m")
         model.compile(
             keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "mse"
         )
@@ -242,6 +241,7 @@ def train_on(distribution, folder, books, **changes):
     return model, np.array(curve)
 
 
+@pytest.mark.slow
 def test_replicas_train_as_one_device(books, tmp_path):
     # Dropout draws other numbers on each replica, so it is left out here.
     one, expected = train_on("none", tmp_path / "a", books, dropout=0.0)

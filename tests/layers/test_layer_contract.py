@@ -513,6 +513,7 @@ class Subclassed(keras.Model):
         return self.second(self.first(inputs), training=training)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("style", ["sequential", "functional", "subclassed"])
 def test_a_trained_model_makes_every_round_trip(style, tmp_path):
     model = build_model(style)

@@ -49,6 +49,7 @@ def model_of(*layers, shape=(None, 11)):
     return keras.Model(inputs, outputs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.tensorflow_only("MirroredStrategy is TensorFlow's")
 @linear_samples
 def test_o38_a_block_with_dropout_under_mirrored_strategy(
@@ -218,6 +219,7 @@ class TwoBlocks(keras.layers.Layer):
         }
 
 
+@pytest.mark.one_in(3)
 @samples
 def test_o41_nested_blocks_are_saved_with_all_their_weights(name, tmp_path):
     model = model_of(TwoBlocks(name))
@@ -383,6 +385,7 @@ def test_o45_scores_of_symbolic_cross_attention(name):
     assert_close(model([query, value])[1], expected, 1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "with_input"),
     [*((name, True) for name in SAMPLE), ("relu", False)],

@@ -135,6 +135,7 @@ def test_o23_projections_are_orthogonal_under_every_policy(policy, antithetic):
         assert np.max(np.abs(cosines)) < 1e-5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("policy", "kernel"),
     [

@@ -108,6 +108,7 @@ def test_o33_every_spelling_of_a_seed_is_repeatable(spelling, kind):
     assert_differs(draw(8), first)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.tensorflow_only("only a tf.function builds while it traces")
 @KINDS
 @pytest.mark.parametrize("spelling", SEEDS)

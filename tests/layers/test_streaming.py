@@ -99,6 +99,7 @@ def by_token(layer, x, mask=None):
     return np.concatenate(outputs, axis=1), state
 
 
+@pytest.mark.one_in(3)
 @every_kind
 @both_rotary
 def test_any_split_gives_the_full_pass(name, window, rotary):
@@ -125,6 +126,7 @@ def gradients(layer, x, cotangent, mode="eager"):
     return {path.split("/", 1)[-1]: value for path, value in found.items()}
 
 
+@pytest.mark.one_in(3)
 @every_kind
 @pytest.mark.parametrize(
     "rotary", [True, pytest.param(False, marks=pytest.mark.slow)]
@@ -163,6 +165,7 @@ def test_gradients_flow_through_states_under_xla(name, window):
     assert_close(joined["x"], whole["x"], tolerance)
 
 
+@pytest.mark.one_in(5)
 @kinds
 @pytest.mark.parametrize("padding", ["left", "right", "between"])
 @pytest.mark.parametrize("window", [0, 4])

@@ -190,6 +190,7 @@ def test_a_model_learns_to_count():
     np.testing.assert_array_equal(generated, ids[:3, 4:])
 
 
+@pytest.mark.one_in(3)
 @streaming
 def test_steps_equal_the_full_pass(kind):
     model = make(num_layers=2, **KINDS[kind])
@@ -212,6 +213,7 @@ def test_steps_equal_the_full_pass(kind):
     assert_close(logits[:, 3:], full, TOLERANCE)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -499,6 +501,7 @@ def test_low_precision_generates_the_same():
     assert np.mean(actual[:, :4] == expected[:, :4]) == 1.0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.tensorflow_only("a SavedModel is TensorFlow's")
 @pytest.mark.parametrize(
     "kind",

@@ -102,6 +102,7 @@ def _id(value):
     return type(value).__name__ if hasattr(value, "log_space") else None
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dim", [8, 16, 64])
 @pytest.mark.parametrize(("feature_map", "weights"), list(maps()), ids=_id)
 def test_softmax_kernels_are_unbiased(feature_map, weights, dim):

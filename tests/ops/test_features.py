@@ -17,6 +17,7 @@ DRAWS = 200
 SIZES = [(8, 5), (8, 8), (8, 19), (16, 7), (16, 40), (64, 31), (64, 96)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("dim", "num_features", "orthogonal", "antithetic"),
     [(*size, True, pairs) for size in SIZES for pairs in (True, False)]

@@ -130,6 +130,7 @@ CAUSAL = [
 ]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("name", "window", "chunk"), CAUSAL)
 def test_causal_equals_the_matrix_at_every_length(name, window, chunk, mode):
@@ -145,6 +146,7 @@ def test_causal_equals_the_matrix_at_every_length(name, window, chunk, mode):
         )
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", XLA_MODES)
 @pytest.mark.parametrize(("name", "window", "chunk"), CAUSAL[:3])
 def test_causal_equals_the_matrix_under_xla(name, window, chunk, mode):
@@ -172,6 +174,7 @@ def test_causal_at_every_length_under_xla(name, window, chunk, mode):
 SCALES = (0.5, 1, 2, 4, 8)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dim", [8, 64])
 @pytest.mark.parametrize("window", [0, 32])
 def test_causal_holds_for_inputs_of_any_size(window, dim):
@@ -283,6 +286,7 @@ def test_weights_that_cancel_give_a_finite_output(causal, dtype):
     np.testing.assert_allclose(results[0][0, -1], expected, rtol=2e-3)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "window", "chunk"), [*CAUSAL, ("favor+", None, CHUNK)]
 )
@@ -306,6 +310,7 @@ def test_a_masked_key_is_left_out(name, window, chunk):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [{"local_window": 0}, {"local_window": 7}, {"causal": False}],
@@ -393,6 +398,7 @@ def test_given_features_equal_the_recurrence(name):
     np.testing.assert_allclose(both, expected, atol=1e-5)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "window", "chunk"), CAUSAL)
 def test_the_future_never_changes_the_past(name, window, chunk):
     case = Draw(name, 67)
@@ -467,6 +473,7 @@ def joined(case, cuts, states, **options):
 SEGMENTS, TOKENS = (0, 1, 8, 8, 31, 67), tuple(range(42))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("name", "window", "chunk", "cuts"),

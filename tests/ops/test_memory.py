@@ -158,9 +158,8 @@ LONG = """
 
 
 @pytest.mark.tensorflow_only("JAX compiles the same scan; one run is enough")
-@pytest.mark.parametrize(
-    "window", [pytest.param(0, marks=pytest.mark.slow), 128]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [0, 128])
 def test_65536_tokens_fit_in_4_gib(window):
     command = textwrap.dedent(LONG).format(window=window)
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}

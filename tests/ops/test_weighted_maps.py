@@ -127,6 +127,7 @@ def combinations():
                 yield name, causal, window, "eager"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "causal", "window", "mode"), list(combinations())
 )

@@ -68,6 +68,7 @@ def test_copy_repeats_the_passage():
         assert places[0] + 1 - 1 == distance
 
 
+@pytest.mark.slow
 def test_a_grid_is_run_once_and_written(tmp_path, capsys):
     arguments = (
         f"--output_dir={tmp_path}",
@@ -229,6 +230,7 @@ def test_a_benchmark_writes_ratios(tmp_path, capsys):
     assert "over the floor" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_beside_one_that_does_not_fit(
     tmp_path, capsys, monkeypatch
 ):
