@@ -196,8 +196,8 @@ def test_mixed_precision_goes_on_too(tmp_path):
         assert one[0] == other[0]
         np.testing.assert_array_equal(one[1], other[1])
     assert any("momentum" in name for name in backup._variables(model))
-    steps = [n for n in backup._variables(model) if "iteration" in n]
-    assert steps and float(backup._variables(again)[steps[-1]]) == 2
+    # The optimizer's own count, and that of the one inside.
+    assert sum("iteration" in name for name in backup._variables(model)) == 2
 
 
 @pytest.mark.slow
