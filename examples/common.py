@@ -698,8 +698,13 @@ def fit(
             `backup.npz` until `finish`.
         monitor: name of the validation metric that is best when smallest.
         sample: function of the model that calls `tf.summary` with what it
-            makes, or None.
+            makes, or None. Not called on a TPU, for whose host TensorFlow
+            cannot compile the loop of `generate`.
         verbose: as in `keras.Model.fit`.
+
+    Returns:
+        The model with the weights of the best validation; where replicas
+        trained it, a new one on one device.
 
     Raises:
         UserError: the loss is no number, or the folder holds an unfinished
@@ -709,10 +714,13 @@ def fit(
     backup = Backup(
         os.path.join(output_dir, BACKUP), dataclasses.asdict(config)
     )
-    done = backup.restore(model)
+    with model.distribute_strategy.scope():  # makes the optimizer's variables
+        done = backup.restore(model)
     write_config(config, output_dir)
     if done:
         print(f"continuing after step {done * config.validation_every:,}")
+    if config.distribution == "tpu":
+        sample = None
     dataset = training(done * config.validation_every)
     x = dataset.element_spec[0]
     model.fit(
@@ -735,7 +743,12 @@ def fit(
         shuffle=False,  # the data set does it
         verbose=verbose,
     )
-    model.load_weights(os.path.join(output_dir, "best.keras"))
+    best = os.path.join(output_dir, "best.keras")
+    if config.distribution != "none":
+        # On one device, where all else may be done with it.
+        return keras.saving.load_model(best, compile=False)
+    model.load_weights(best)
+    return model
 
 
 def finish(output_dir):

@@ -19,6 +19,11 @@ r"""Measures time and memory, as ratios against others in the same run.
   `pip install performer-pytorch`; `pip install --no-deps tf-models-official
   tf-keras` and what that asks for.
 
+`--levels=parts` tells what the time of the forward pass, compiled by XLA, goes
+to: its products as one large product, and as the chunks have them, and its
+exponentials; what is left are passes over features and weights (maxima,
+differences, sums, masks).
+
 `--levels=model` measures one `train_on_batch` of whole models, batch 1, each
 in a process of its own, with its peak resident memory, against the same model
 with exact attention and with attention that returns the values.
@@ -55,7 +60,7 @@ from examples import common
 from keras_performer import feature_maps
 from keras_performer import ops as attention_ops
 
-LEVELS = ("op", "model", "decode")
+LEVELS = ("op", "parts", "model", "decode")
 KINDS = ("causal", "window", "bidirectional")
 # (heads, layers, d_ff, width): the article's, regular and small.
 MODELS = {"regular": (8, 6, 2048, 512), "small": (1, 6, 64, 64)}
@@ -344,6 +349,102 @@ def measure_op(kind, gradient, jit_compile, length, unit, options):
     ]
 
 
+def chunk_products(kind, heads, dim, num_features):
+    """The products of one chunk's forward pass, with their operands' shapes.
+
+    Returns:
+        List of `(equation, shape, shape)`.
+    """
+    h, c, d, m, f = heads, CHUNK, dim, num_features, dim + 1
+    project = ("hcd,md->hcm", (h, c, d), (m // 2, d))
+    read = ("hcm,hmf->hcf", (h, c, m), (h, m, f))
+    add = ("hcm,hcf->hmf", (h, c, m), (h, c, f))
+    near, width = {
+        "causal": (c, m),
+        "window": (2 * WINDOW, d),
+        "bidirectional": (0, 0),
+    }[kind]
+    found = [project, project, read, add]
+    if near:
+        found += [
+            ("hcm,hsm->hcs", (h, c, width), (h, near, width)),
+            ("hcs,hsf->hcf", (h, c, near), (h, near, f)),
+        ]
+    return found
+
+
+def _looped_product(equation, first, second, count):
+    """A function that takes one product `count` times, as a scan does."""
+    import tensorflow as tf
+
+    a, b = tf.random.normal((count, *first)), tf.random.normal(second)
+
+    def function(a, b):
+        def body(index, last):
+            # On the last result: no two are computed at once, or not at all.
+            product = tf.einsum(equation, a[index], b + 1e-9 * last)
+            return index + 1, product[0, 0, 0]
+
+        _, last = tf.while_loop(
+            lambda index, _: index < count,
+            body,
+            (0, 0.0),
+            maximum_iterations=count,
+        )
+        return last
+
+    return functools.partial(tf.function(function, jit_compile=True), a, b)
+
+
+def measure_parts(kind, length, unit, options):
+    """Rows of one forward pass and of what it is made of."""
+    size = (3, 1, length, options.heads, options.dim)
+    rng = np.random.default_rng(0)
+    case = {
+        "arrays": list(0.35 * rng.normal(size=size).astype("float32")),
+        "gradient": False,
+        "jit_compile": True,
+        "dim": options.dim,
+        "num_features": options.num_features,
+    }
+    run = ours(kind, case)
+    loops = [
+        _looped_product(*product, length // CHUNK)
+        for product in chunk_products(
+            kind, options.heads, options.dim, options.num_features
+        )
+    ]
+    products, exponentials = work(
+        kind, False, options.dim, options.num_features
+    )
+    seconds = {name: [] for name in (OURS, *PARTS)}
+    for loop in (run, *loops):
+        timed(loop)  # traces and compiles
+    for _ in range(options.repeats):
+        product, exponential = unit.measure()
+        times = (
+            timed(run),
+            products * product * length * options.heads,
+            sum(timed(loop) for loop in loops),
+            exponentials * exponential * length * options.heads,
+        )
+        for name, value in zip(seconds, times, strict=True):
+            seconds[name].append(value)
+    return [
+        {
+            "level": "parts",
+            "kind": kind,
+            "what": "forward",
+            "jit_compile": True,
+            "length": length,
+            "contender": name,
+            **_statistics(times, seconds[OURS]),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+PARTS = ("products at once", "products by chunks", "exponentials")
 NOT_FITTING = {"seconds": None, "ratio": None}
 
 
@@ -614,7 +715,7 @@ def doubling(rows):
     groups = {}
     for row in rows:
         if row["contender"] == OURS and row["seconds"]:
-            if row["level"] != "decode":
+            if row["level"] in ("op", "model"):
                 key = (row["kind"], row["what"], row["jit_compile"])
                 groups.setdefault(key, {})[row["length"]] = row["seconds"]
     lines = []
@@ -768,6 +869,11 @@ class _Settings:
                             yield functools.partial(
                                 measure_op, kind, gradient, jit_compile, length
                             )
+        if "parts" in self.levels:
+            for kind in self.kinds:
+                for length in self.lengths:
+                    if length % CHUNK == 0:
+                        yield functools.partial(measure_parts, kind, length)
         if "model" in self.levels:
             for name in self.models:
                 for causal in (True, False):

@@ -10,7 +10,6 @@ import csv
 import os
 
 import tensorflow as tf
-import tensorflow_text as tf_text
 
 from examples import common
 from examples import records
@@ -176,18 +175,21 @@ def _python_documentation(split):
 
 
 class ByteTokenizer:
-    """Id = byte + 1; nothing is unknown and nothing is lost."""
+    """Id = byte + 1; nothing is unknown and nothing is lost.
+
+    It needs no tensorflow-text, which does not go with TensorFlow's TPU build.
+    """
 
     vocabulary_size = 257
     unknown_id = None
     bytes_per_token = None
 
-    def __init__(self):
-        self._splitter = tf_text.ByteSplitter()
-
     def tokenize(self, texts):
         """Strings `[N]` -> ragged int32 ids `[N, (length)]`."""
-        return tf.cast(self._splitter.split(texts), tf.int32) + 1
+        data = tf.io.decode_raw(tf.strings.reduce_join(texts), tf.uint8)
+        return tf.RaggedTensor.from_row_lengths(
+            tf.cast(data, tf.int32) + 1, tf.strings.length(texts)
+        )
 
     def detokenize(self, ids):
         """Sequence of ids -> string; id 0 is nothing."""
@@ -210,6 +212,8 @@ class WordPieceTokenizer:
     """
 
     def __init__(self, pieces):
+        import tensorflow_text as tf_text
+
         self._pieces = list(pieces)
         self.vocabulary_size = len(self._pieces)
         self.unknown_id = 1
@@ -326,9 +330,9 @@ def texts_to_ids(texts, tokenizer, length):
         `(ids, mask)`, both int32 `[N, length]`; the mask is 1 on tokens and
         0 on the padding, whose id is 0. Works in graph mode.
     """
-    ids, mask = tf_text.pad_model_inputs(tokenizer.tokenize(texts), length)
-    mask = tf.cast(mask, tf.int32)
-    return tf.ensure_shape(ids, [None, length]), mask
+    ids = tokenizer.tokenize(texts)
+    mask = tf.sequence_mask(ids.row_lengths(), length, tf.int32)
+    return ids.to_tensor(0, [None, length]), mask
 
 
 def raw_examples(data_dir, split):

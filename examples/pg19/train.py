@@ -105,33 +105,30 @@ def train(config, data_dir, output_dir, vocabulary=None, verbose="auto"):
         size = sum(document.num_bytes for document in split)
         print(f"  {name:<11}{len(split):>7,} documents {size:>15,} bytes")
 
-    tokens = config.batch_size * config.sequence_length
     with strategy.scope():
         model = build_model(config, tokenizer.vocabulary_size)
         common.compile_model(
             model, config, [evaluate.BitsPerByte(tokenizer.bytes_per_token)]
         )
-        print(
-            f"model: {model.count_params():,} parameters, "
-            f"{tokenizer.vocabulary_size:,} ids, attention "
-            f"{config.feature_map}\n"
-            f"training: {config.steps:,} steps of {tokens:,} tokens, "
-            f"{config.steps * tokens:,} in all"
-        )
-        common.fit(
-            model,
-            config,
-            functools.partial(
-                data.training_dataset, documents, tokenizer, config
-            ),
-            data.validation_dataset(validation, tokenizer, config),
-            output_dir,
-            "val_bits_per_byte",
-            sample=functools.partial(
-                _show_text, tokenizer, validation[0], config
-            ),
-            verbose=verbose,
-        )
+    tokens = config.batch_size * config.sequence_length
+    print(
+        f"model: {model.count_params():,} parameters, "
+        f"{tokenizer.vocabulary_size:,} ids, attention {config.feature_map}\n"
+        f"training: {config.steps:,} steps of {tokens:,} tokens, "
+        f"{config.steps * tokens:,} in all"
+    )
+    model = common.fit(
+        model,
+        config,
+        functools.partial(
+            data.training_dataset, documents, tokenizer, config
+        ),
+        data.validation_dataset(validation, tokenizer, config),
+        output_dir,
+        "val_bits_per_byte",
+        sample=functools.partial(_show_text, tokenizer, validation[0], config),
+        verbose=verbose,
+    )
     return model, tokenizer
 
 

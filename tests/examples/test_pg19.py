@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import json
 import math
 import socket
@@ -144,6 +145,58 @@ def test_scores_of_a_model_that_knows_nothing_by_hand():
     lines = evaluate.table(scores + [everything]).split("\n")
     assert len(lines) == 5 and lines[-1].startswith("all")
     assert f"{everything.bits_per_byte:.4f}" in lines[-1]
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_carried_state_gives_every_token_its_whole_past(jit_compile):
+    config = tiny_config(f"--jit_compile={jit_compile}")
+    model = train.build_model(config, 257)
+    documents = [
+        data.Document(str(size), "", data=(b"sense and " * 20)[:size])
+        for size in (0, 31, 32, 150)
+    ]
+    tokenizer = data.ByteTokenizer()
+    scores, everything = evaluate.score(
+        model, documents, tokenizer, config, verbose=0, carry_state=True
+    )
+    for one, document in zip(scores, documents, strict=True):
+        y = np.array([[byte + 1 for byte in document.data] + [0]])
+        x = np.concatenate([[[0]], y[:, :-1]], axis=1)
+        # The whole document at once, four times as long as a window.
+        expected = np.sum(common.token_nats(y, model(x)))
+        assert one.nats == pytest.approx(expected, rel=1e-5)
+        assert one.bytes == len(document.data)
+    # Windows that begin anew are another computation.
+    windows, _ = evaluate.score(
+        model, documents, tokenizer, config, verbose=0
+    )
+    assert windows[2].nats == pytest.approx(scores[2].nats, rel=1e-3)
+    assert abs(windows[3].nats - scores[3].nats) > 1e-3
+    assert everything.bytes == 213
+
+
+def test_tensorboard_shows_a_continuation(tmp_path):
+    model = train.build_model(tiny_config(), 257)
+    write = functools.partial(
+        train._show_text,
+        data.ByteTokenizer(),
+        data.Document("1", "One", data=b"It is a truth " * 30),
+        tiny_config(),
+    )
+    samples = common.Samples(str(tmp_path), write)
+    samples.set_model(model)
+    samples.on_epoch_end(4)
+    (path,) = tmp_path.iterdir()
+    (event,) = [
+        tf.compat.v1.Event.FromString(record.numpy())
+        for record in tf.data.TFRecordDataset(str(path))
+        if b"continuation" in record.numpy()
+    ]
+    assert event.step == 4
+    (text,) = event.summary.value[0].tensor.string_val
+    prompt, continuation = text.decode().split("|", 1)
+    assert prompt == "    " + ("It is a truth " * 30)[:100]
+    assert continuation
 
 
 def test_unknown_words_are_counted_and_told():
@@ -309,11 +362,13 @@ def test_letters_of_several_bytes_are_streamed_whole(monkeypatch):
 
 
 def test_what_cannot_be_streamed_is_named(tmp_path):
-    model = train.build_model(
-        tiny_config("--feature_map=exact", "--local_window=none"), 257
-    )
+    config = tiny_config("--feature_map=exact", "--local_window=none")
+    model = train.build_model(config, 257)
     path = str(tmp_path / "exact.keras")
     model.save(path)
+    common.write_config(config, str(tmp_path))
+    with pytest.raises(common.UserError, match="carry_state.*exact att"):
+        evaluate.evaluate(path, None, "test", carry_state=True)
     flag_values = flags.FlagValues()
     generate.define_flags(flag_values)
     flag_values(["generate", f"--model={path}"])

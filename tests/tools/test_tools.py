@@ -263,6 +263,39 @@ def test_a_model_is_measured_beside_one_that_does_not_fit(
     assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
+def test_a_forward_pass_is_taken_apart(tmp_path):
+    options = options_of(
+        benchmark,
+        f"--output_dir={tmp_path}",
+        "--levels=parts",
+        "--kinds=window",
+        "--lengths=200,256",
+        "--repeats=2",
+        "--heads=1",
+        "--dim=8",
+        "--num_features=8",
+    )
+    benchmark.main(options)
+    rows = json.loads((tmp_path / "benchmark.json").read_text())
+    assert [(row["length"], row["contender"]) for row in rows] == [
+        (256, name) for name in (benchmark.OURS, *benchmark.PARTS)
+    ]
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_the_parts_are_the_work_of_the_floor():
+    for kind in benchmark.KINDS:
+        total = 0
+        for equation, first, second in benchmark.chunk_products(
+            kind, 3, 64, 256
+        ):
+            sizes = dict(zip(equation.split(",")[0], first))
+            sizes |= dict(zip(equation.split(",")[1].split("->")[0], second))
+            total += np.prod(list(sizes.values()))
+        expected, _ = benchmark.work(kind, False, 64, 256)
+        assert total == 3 * benchmark.CHUNK * expected
+
+
 def _row(length, contender, seconds):
     ratio = None if seconds is None else 2.0
     return {
