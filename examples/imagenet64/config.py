@@ -52,9 +52,14 @@ class Smoke(Config):
     """
 
     image_size: int = 16
+    batch_size: int = 4
     num_layers: int = 2
     num_features: int = 64
-    steps: int = 300
+    # More than a row of 48 sub-pixels. The default, 128, would see most of
+    # such an image exactly.
+    local_window: int | None = 64
+    steps: int = 250
+    validation_every: int = 50
     learning_rate: float = 3e-3
 
 
@@ -68,7 +73,8 @@ class Small(Config):
 
     image_size: int = 32
     batch_size: int = 4
-    steps: int = 1000
+    steps: int = 800
+    validation_batches: int | None = 12
     jit_compile: bool = True
 
 
