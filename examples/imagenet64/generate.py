@@ -202,7 +202,15 @@ def define_flags(flag_values=flags.FLAGS):
         "log_dir": (None, "Folder for TensorBoard; none: not written."),
     }
     for name, (default, text) in strings.items():
-        flags.DEFINE_string(name, default, text, flag_values=flag_values)
+        flags.DEFINE_string(
+            name,
+            default,
+            text,
+            flag_values=flag_values,
+            # absl has a `log_dir` of its own, for files that it never writes
+            # here.
+            allow_override=name == "log_dir",
+        )
     integers = {
         "num_images": (4, 1, "Images to draw, or to complete."),
         "completions": (3, 1, "Completions of each image."),

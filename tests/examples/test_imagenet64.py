@@ -305,6 +305,20 @@ def test_o65_train_and_evaluate_offline(folder, tmp_path, capsys, no_network):
     assert f"{everything.bits_per_dimension:.4f}" in printed
 
 
+@pytest.mark.parametrize("command", [train, evaluate, generate])
+def test_flags_go_together_with_those_of_absl(command):
+    flag_values = flags.FlagValues()
+    for own in flags.FLAGS.get_flags_for_module("absl.logging"):
+        flags.DEFINE_flag(own, flag_values)
+    assert "log_dir" in flag_values
+    command.define_flags(flag_values)
+    arguments = ["--model=a"] if command is not train else []
+    if command is generate:
+        arguments.append("--log_dir=b")
+    flag_values(["command", *arguments])
+    assert flag_values["log_dir"].value == ("b" * (command is generate))
+
+
 @pytest.fixture
 def untrained(tmp_path):
     config = tiny_config()
