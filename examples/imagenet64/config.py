@@ -73,6 +73,8 @@ class Small(Config):
 
     Command: python -m examples.imagenet64.train --preset=small
         --data_dir=DIR
+    Time: about an hour on 2 CPU cores, at 3.5 seconds a step.
+    Score: not measured here.
     """
 
     image_size: int = 32
