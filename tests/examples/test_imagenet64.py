@@ -78,7 +78,7 @@ def test_bits_per_dimension_by_hand():
     metric = evaluate.BitsPerDimension()
     metric.update_state(y, np.log([probabilities]), weight)
     assert float(metric.result()) == pytest.approx((2 + 3) / 2, rel=1e-6)
-    metric.update_state(np.array([[1]]), np.log([[[0.0625, 0.9375]]]))
+    metric.update_state(np.array([[0]]), np.log([[[0.0625, 0.9375]]]))
     assert float(metric.result()) == pytest.approx((2 + 3 + 4) / 3, rel=1e-6)
     metric.reset_state()
     assert float(metric.result()) == 0.0
@@ -276,6 +276,9 @@ def test_o65_train_and_evaluate_offline(folder, tmp_path, capsys, no_network):
     train.main(
         parse(
             *TINY,
+            # The kernel that compiles fastest; others draw in other tests.
+            "--feature_map=relu",
+            "--local_window=none",
             "--steps=20",
             "--validation_every=10",
             f"--data_dir={folder}",
