@@ -14,7 +14,14 @@ TENSORFLOW = ["tensorflow>=2.20"]
 # Each tensorflow-text release asks for the TensorFlow release of the same
 # number, so pip takes the two together.
 TEXT = TENSORFLOW + ["tensorflow-text>=2.20"]
-EXAMPLES = TEXT + ["tensorboard>=2.20", "absl-py>=2.1", "matplotlib>=3.8"]
+EXAMPLES = TEXT + [
+    "tensorboard>=2.20",
+    "absl-py>=2.1",
+    "matplotlib>=3.8",
+    "pillow>=10.1",
+    # Its wheel holds the photographs of examples/imagenet64.
+    "scikit-image>=0.22",
+]
 
 setup(
     name="keras-performer",
@@ -47,6 +54,8 @@ setup(
             "libtpu==0.0.52",
         ],
         "examples": EXAMPLES,
+        # Only for `--data_dir=tfds:NAME`.
+        "tfds": ["tensorflow-datasets>=4.9"],
         "test": EXAMPLES + ["pytest>=8.0", "pytest-xdist>=3.6", "jax==0.10.2"],
     },
     classifiers=[

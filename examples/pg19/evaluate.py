@@ -20,7 +20,6 @@ from examples import common
 from examples.pg19 import config as configs
 from examples.pg19 import data
 from keras_performer import PerformerLM
-from keras_performer import saving
 from keras_performer.feature_maps import Exact
 
 
@@ -243,32 +242,6 @@ def prompt_ids(tokenizer, prompt):
     return [0] + [int(i) for i in tokenizer.tokenize([prompt])[0]]
 
 
-def load_model(path):
-    """A `.keras` file or an exported SavedModel folder as a callable.
-
-    Raises:
-        examples.common.UserError: it is neither.
-    """
-    if os.path.isdir(path):
-        try:
-            return saving.load_saved_model(path)
-        except (OSError, ValueError) as error:
-            raise common.UserError(f"--model: {error}") from error
-    if not os.path.isfile(path):
-        raise common.UserError(f"--model: there is no file or folder {path}")
-    if not path.endswith(".keras"):
-        raise common.UserError(
-            "--model: expected a .keras file or the folder of a SavedModel. "
-            f"Received: {path}"
-        )
-    try:
-        return keras.saving.load_model(path, compile=False)
-    except (OSError, ValueError) as error:
-        raise common.UserError(
-            f"--model: cannot load {path}: {error}"
-        ) from error
-
-
 def has_state(model):
     """Whether a loaded model can continue a sequence from a state."""
     exact = isinstance(getattr(model, "feature_map", None), Exact)
@@ -293,7 +266,7 @@ def evaluate(path, data_dir, split, verbose=1, carry_state=False):
             state.
     """
     folder = os.path.dirname(os.path.abspath(path))
-    model = load_model(path)
+    model = common.load_model(path)
     if carry_state and not has_state(model):
         raise common.UserError(
             "--carry_state: expected the .keras file of a model that carries "

@@ -107,7 +107,7 @@ def main(options=flags.FLAGS):
     """Runs the command."""
     if options.top_p == 0:
         raise common.UserError("--top_p: expected more than 0. Received: 0")
-    model = evaluate.load_model(options.model)
+    model = common.load_model(options.model)
     if not evaluate.has_state(model):
         raise common.UserError(
             "--model: expected the .keras file of a model that carries a "
