@@ -21,7 +21,6 @@ from examples.imagenet64 import config as configs
 from examples.imagenet64 import data
 from keras_performer import PerformerLM
 from keras_performer.feature_maps import Exact
-from keras_performer.models import sample
 
 
 def complete(model, given, length, temperature=1.0, seed=0, **options):
@@ -39,17 +38,15 @@ def complete(model, given, length, temperature=1.0, seed=0, **options):
     Returns:
         int32 numpy ids `[B, L]`; the first K are the given ones.
     """
-    missing = length - given.shape[1]
     ids = np.pad(np.asarray(given, "int32"), [(0, 0), (1, 0)])  # the start
-    options["temperature"] = temperature
-    if missing > 1:
-        # The start and all new ids would be one more than the learned
-        # positions, where `generate` is slow: so the last is drawn here.
-        new = model.generate(ids, missing - 1, seed=seed, **options)
-        ids = np.concatenate([ids, new], axis=1)
-    logits = model(ids)[:, -1]
-    last = sample(logits, (seed, missing - 1), **options)
-    return np.concatenate([ids, np.asarray(last)[:, None]], axis=1)[:, 1:]
+    new = model.generate(
+        ids,
+        length - given.shape[1],
+        temperature=temperature,
+        seed=seed,
+        **options,
+    )
+    return np.concatenate([ids, new], axis=1)[:, 1:]
 
 
 def draw(model, config, count, seed=0, **options):

@@ -93,7 +93,8 @@ class Generation:
             arguments.check_integer("end_id", end_id, least=0)
             self._check_tokens("end_id", np.array([end_id]))
         longest = max(map(len, prompts))
-        streams = self._streams(longest + max_new_tokens)
+        # The last token is not read again.
+        streams = self._streams(longest + max_new_tokens - 1)
         run = self._stream if streams else self._repeat
         tokens = run(
             prompts,
@@ -209,7 +210,7 @@ class Generation:
         if self.position == "learned":
             checks.append(
                 tf.debugging.assert_less_equal(
-                    length + num_tokens,
+                    length + num_tokens - 1,
                     self.sequence_length,
                     "Prompt and new tokens exceed the learned positions.",
                 )

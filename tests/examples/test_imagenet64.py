@@ -176,11 +176,7 @@ def test_a_value_that_a_layer_refuses_is_a_user_error():
 
 def test_what_cannot_draw_does_not():
     assert train.draws_samples(tiny_config())
-    for argument in (
-        "--sample_images=0",
-        "--feature_map=exact",
-        "--distribution=tpu",
-    ):
+    for argument in ("--sample_images=0", "--feature_map=exact"):
         config = tiny_config(argument, "--local_window=none")
         assert not train.draws_samples(config)
 

@@ -258,6 +258,13 @@ def test_exact_attention_and_full_tables_run_anew():
     np.testing.assert_array_equal(actual, expected)
 
     learned = make(position="learned", sequence_length=7)
+    # Seven places serve for three tokens and four that are read after them;
+    # the last one is not read.
+    ids = tokens(1, 3)[0]
+    assert learned._streams(7) and not learned._streams(8)
+    np.testing.assert_array_equal(
+        learned.generate([ids], 5, temperature=0)[0], greedy(learned, ids, 5)
+    )
     for length in (4, 7, 12):
         ids = tokens(1, length)[0]
         actual = learned.generate([ids], 6, temperature=0)[0]
