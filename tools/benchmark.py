@@ -797,7 +797,7 @@ def define_flags(flag_values=flags.FLAGS):
     for define, name, default, text in (
         (flags.DEFINE_string, "output_dir", None, "Folder of the results."),
         (flags.DEFINE_list, "levels", list(LEVELS), f"Of {LEVELS}."),
-        (flags.DEFINE_list, "kinds", list(KINDS), "Of attention, op."),
+        (flags.DEFINE_list, "kinds", list(KINDS), "Of attention."),
         (flags.DEFINE_list, "models", list(MODELS), "Sizes of models."),
         (flags.DEFINE_list, "contenders", list(EVERYONE), f"Of {EVERYONE}."),
         (flags.DEFINE_list, "lengths", None, "Tokens; 256 to 65,536."),
@@ -877,7 +877,8 @@ class _Settings:
         if "model" in self.levels:
             for name in self.models:
                 for causal in (True, False):
-                    for length in self.lengths:
+                    kind = "causal" if causal else "bidirectional"
+                    for length in self.lengths if kind in self.kinds else ():
                         yield lambda unit, options, job=(
                             name, causal, length
                         ): measure_model(*job, options)
