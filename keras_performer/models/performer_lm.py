@@ -57,6 +57,8 @@ class PerformerLM(Generation, keras.Model):
             tokens do not tie.
         grid: Sizes of the axes of an image or a volume, for learned
             positions; see `keras_performer.TokenAndPositionEmbedding`.
+        mask_zero: Whether token 0 is padding, which no token sees. A causal
+            model needs it only where padding stands before tokens.
         **kwargs: `name` and `trainable`.
 
     Call arguments:
@@ -107,6 +109,7 @@ class PerformerLM(Generation, keras.Model):
         seed=None,
         dtype=None,
         grid=None,
+        mask_zero=False,
         **kwargs,
     ):
         _check_sizes(num_layers, num_heads, hidden_dim)
@@ -130,6 +133,7 @@ class PerformerLM(Generation, keras.Model):
             sequence_length,
             hidden_dim,
             position=None if rotary else position,
+            mask_zero=mask_zero,
             grid=grid,
             reverse_dtype=precise,
             dtype=dtype,
@@ -181,6 +185,7 @@ class PerformerLM(Generation, keras.Model):
         self.num_features = num_features
         self.position = position
         self.grid = self.embedding.grid
+        self.mask_zero = mask_zero
         self.tie_embeddings = tie_embeddings
         self.reversible = reversible
         self.dropout = dropout
@@ -259,6 +264,7 @@ class PerformerLM(Generation, keras.Model):
         ids = ops.convert_to_tensor(ids)
         if mask is not None:
             mask = ops.cast(mask, "bool")
+        mask = self.embedding.compute_mask(ids, mask)
         position = state["position"]
         positions = state_positions(position, ids, mask)
         x = self.embedding(ids, positions=positions)
@@ -304,6 +310,7 @@ class PerformerLM(Generation, keras.Model):
             "num_features": self.num_features,
             "position": self.position,
             "grid": self.grid,
+            "mask_zero": self.mask_zero,
             "tie_embeddings": self.tie_embeddings,
             "reversible": self.reversible,
             "dropout": self.dropout,
