@@ -17,6 +17,7 @@ import types
 import typing
 
 import keras
+import numpy as np
 import tensorflow as tf
 from absl import app
 from absl import flags
@@ -28,6 +29,7 @@ from keras_performer import FeatureMap
 from keras_performer import PerformerLM
 from keras_performer import callbacks as performer_callbacks
 from keras_performer import feature_maps
+from keras_performer import saving
 
 BACKUP = "backup.npz"
 DISTRIBUTIONS = ("none", "mirrored", "tpu")
@@ -667,6 +669,81 @@ def fit(
         verbose=verbose,
     )
     model.load_weights(os.path.join(output_dir, "best.keras"))
+
+
+def token_nats(y_true, logits):
+    """-log p of each token: ids `[B, L]`, logits `[B, L, V]` -> `[B, L]`."""
+    return keras.ops.sparse_categorical_crossentropy(
+        y_true, keras.ops.cast(logits, "float32"), from_logits=True
+    )
+
+
+def load_model(path):
+    """A `.keras` file or an exported SavedModel folder as a callable.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if os.path.isdir(path):
+        try:
+            return saving.load_saved_model(path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--model: {error}") from error
+    if not os.path.isfile(path):
+        raise UserError(f"--model: there is no file or folder {path}")
+    if not path.endswith(".keras"):
+        raise UserError(
+            "--model: expected a .keras file or the folder of a SavedModel. "
+            f"Received: {path}"
+        )
+    try:
+        return keras.saving.load_model(path, compile=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model: cannot load {path}: {error}") from error
+
+
+def export(model, example, path):
+    """Exports a SavedModel, reloads it and compares the predictions.
+
+    Args:
+        model: the trained model.
+        example: ids `[B, L]`.
+        path: folder of the SavedModel.
+
+    Returns:
+        The largest absolute difference of the reloaded layer's logits, a
+        float.
+    """
+    saving.export_saved_model(model, path)
+    reloaded = saving.load_saved_model(path)
+    difference = np.max(np.abs(model(example) - reloaded(example)))
+    return float(difference)
+
+
+def draw_curve(output_dir, metric, label):
+    """Draws `curve.png` from the `curve.csv` of a run: training, validation.
+
+    Args:
+        output_dir: folder of the run.
+        metric: name of a column; its validation is in `val_<metric>`.
+        label: string beside the axis.
+    """
+    # Without pyplot, which would choose a window system for the process.
+    from matplotlib.figure import Figure
+
+    path = os.path.join(output_dir, "curve.csv")
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot()
+    steps = [int(row["step"]) for row in rows]
+    for column, name in ((metric, "training"), (f"val_{metric}", "validation")):
+        values = [float(row[column]) for row in rows]
+        axes.plot(steps, values, marker=".", label=name)
+    axes.set(xlabel="step", ylabel=label)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(os.path.join(output_dir, "curve.png"), dpi=150)
 
 
 def finish(output_dir):

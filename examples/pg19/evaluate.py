@@ -19,7 +19,6 @@ from keras import ops
 from examples import common
 from examples.pg19 import config as configs
 from examples.pg19 import data
-from keras_performer import saving
 
 
 @keras.saving.register_keras_serializable("keras_performer_examples")
@@ -51,7 +50,7 @@ class BitsPerByte(keras.metrics.Metric):
             y_pred: logits `[B, L, V]`.
             sample_weight: `[B, L]`, 0 on padding. None: all count.
         """
-        nats = token_nats(y_true, y_pred)
+        nats = common.token_nats(y_true, y_pred)
         if self.bytes_per_token is None:
             sizes = ops.not_equal(y_true, 0)
         else:
@@ -74,13 +73,6 @@ class BitsPerByte(keras.metrics.Metric):
             **super().get_config(),
             "bytes_per_token": self.bytes_per_token,
         }
-
-
-def token_nats(y_true, logits):
-    """-log p of each token: ids `[B, L]`, logits `[B, L, V]` -> `[B, L]`."""
-    return ops.sparse_categorical_crossentropy(
-        y_true, ops.cast(logits, "float32"), from_logits=True
-    )
 
 
 @dataclasses.dataclass
@@ -140,7 +132,7 @@ def score(model, documents, tokenizer, config, verbose=1):
 
     @tf.function(jit_compile=config.jit_compile)
     def window_nats(x, y, weight):
-        return ops.sum(token_nats(y, model(x)) * weight, axis=-1)
+        return ops.sum(common.token_nats(y, model(x)) * weight, axis=-1)
 
     nats = np.zeros(len(documents))
     unknown = np.zeros(len(documents), "int64")
@@ -219,32 +211,6 @@ def prompt_ids(tokenizer, prompt):
     return [0] + [int(i) for i in tokenizer.tokenize([prompt])[0]]
 
 
-def load_model(path):
-    """A `.keras` file or an exported SavedModel folder as a callable.
-
-    Raises:
-        examples.common.UserError: it is neither.
-    """
-    if os.path.isdir(path):
-        try:
-            return saving.load_saved_model(path)
-        except (OSError, ValueError) as error:
-            raise common.UserError(f"--model: {error}") from error
-    if not os.path.isfile(path):
-        raise common.UserError(f"--model: there is no file or folder {path}")
-    if not path.endswith(".keras"):
-        raise common.UserError(
-            "--model: expected a .keras file or the folder of a SavedModel. "
-            f"Received: {path}"
-        )
-    try:
-        return keras.saving.load_model(path, compile=False)
-    except (OSError, ValueError) as error:
-        raise common.UserError(
-            f"--model: cannot load {path}: {error}"
-        ) from error
-
-
 def evaluate(path, data_dir, split, verbose=1):
     """Loads a saved model and scores it on one split.
 
@@ -258,7 +224,7 @@ def evaluate(path, data_dir, split, verbose=1):
         List of `Score`, one a document, and the `Score` of all.
     """
     folder = os.path.dirname(os.path.abspath(path))
-    model = load_model(path)
+    model = common.load_model(path)
     config = common.read_config(configs.Config, folder)
     tokenizer = load_tokenizer(config, folder)
     documents = data.load(data_dir, split)

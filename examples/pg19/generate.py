@@ -109,7 +109,7 @@ def main(options=flags.FLAGS):
     """Runs the command."""
     if options.top_p == 0:
         raise common.UserError("--top_p: expected more than 0. Received: 0")
-    model = evaluate.load_model(options.model)
+    model = common.load_model(options.model)
     exact = isinstance(getattr(model, "feature_map", None), Exact)
     if not isinstance(model, PerformerLM) or exact:
         raise common.UserError(

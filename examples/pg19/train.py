@@ -19,7 +19,6 @@ from examples import common
 from examples.pg19 import config as configs
 from examples.pg19 import data
 from examples.pg19 import evaluate
-from keras_performer import saving
 
 
 def build_model(config, vocabulary_size):
@@ -132,24 +131,6 @@ def train(config, data_dir, output_dir, vocabulary=None, verbose="auto"):
     return model, tokenizer
 
 
-def export(model, example, path):
-    """Exports a SavedModel, reloads it and compares the predictions.
-
-    Args:
-        model: the trained model.
-        example: ids `[B, L]`.
-        path: folder of the SavedModel.
-
-    Returns:
-        The largest absolute difference of the reloaded layer's logits, a
-        float.
-    """
-    saving.export_saved_model(model, path)
-    reloaded = saving.load_saved_model(path)
-    difference = np.max(np.abs(model(example) - reloaded(example)))
-    return float(difference)
-
-
 def continue_text(
     generate, tokenizer, prompt, num_tokens, temperature=0.8, seed=0
 ):
@@ -245,7 +226,7 @@ def main(flag_values=flags.FLAGS):
     example = next(
         iter(data.validation_dataset(validation, tokenizer, config))
     )[0]
-    difference = export(model, example, path)
+    difference = common.export(model, example, path)
     print(
         f"\nSavedModel: {path}\n"
         f"reloaded, largest difference of a logit: {difference:.2g}"

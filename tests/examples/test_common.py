@@ -169,3 +169,17 @@ def test_a_run_leaves_curve_checkpoints_and_events(tmp_path):
     assert (tmp_path / "best.keras").exists()
     assert (tmp_path / "last.keras").exists()
     assert list(tmp_path.glob("tensorboard/*/validation/events*"))
+
+
+def test_the_curve_is_drawn_from_its_file(tmp_path):
+    (tmp_path / "curve.csv").write_text(
+        "step,bits,val_bits\n10,8.0,7.5\n20,6.0,6.5\n"
+    )
+    common.draw_curve(str(tmp_path), "bits", "bits per dimension")
+    picture = keras.utils.img_to_array(
+        keras.utils.load_img(tmp_path / "curve.png")
+    )
+    # Two lines of two colours on white.
+    blue = picture[..., 2] - picture[..., 0] > 100
+    orange = picture[..., 0] - picture[..., 2] > 100
+    assert blue.sum() > 100 and orange.sum() > 100

@@ -183,7 +183,7 @@ def test_o64_loss_at_initialisation_is_near_log_vocabulary(arguments):
     )
     logits = model(x)
     assert logits.shape == (4, 32, 257) and logits.dtype == "float32"
-    nats = float(np.mean(evaluate.token_nats(y, logits)))
+    nats = float(np.mean(common.token_nats(y, logits)))
     # Logits of variance s^2 cost about s^2 / 2 above log V; half a nat
     # allows s = 1, and a model that sees its target would be far below.
     assert abs(nats - math.log(257)) < 0.5
