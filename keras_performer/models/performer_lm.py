@@ -171,6 +171,8 @@ class PerformerLM(Generation, keras.Model):
         for block in self.blocks:
             x = block(x)
         super().__init__(ids, self._predict(x), **kwargs)
+        # The blocks take the mask of a call; Keras would warn all the same.
+        self.supports_masking = True
 
         # Config.
         self.dtype_policy = dtype
