@@ -8,6 +8,7 @@ from keras_performer import arguments
 from keras_performer import feature_maps
 from keras_performer.layers.embeddings import TokenAndPositionEmbedding
 from keras_performer.layers.embeddings import state_positions
+from keras_performer.layers.masks import boolean_mask
 from keras_performer.layers.performer_block import PerformerBlock
 from keras_performer.models.generation import Generation
 
@@ -197,6 +198,13 @@ class PerformerLM(Generation, keras.Model):
         self.activation = activations.get(activation)
         self.layer_norm_epsilon = layer_norm_epsilon
         self.seed = seed
+
+    def call(self, inputs, training=None, mask=None):
+        if self.mask_zero and mask is not None:
+            # A functional model's own mask would take the place of this one.
+            inputs = ops.where(boolean_mask(mask), inputs, 0)
+            mask = None
+        return super().call(inputs, training=training, mask=mask)
 
     def _predict(self, x):
         """Logits of the last block's output."""
