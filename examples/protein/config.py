@@ -57,6 +57,8 @@ class Smoke(Config):
     Score: SCORE_SMOKE
     """
 
+    # In rows of 256 the window of favor+ would be exact attention throughout.
+    feature_map: str = "relu"
     sequence_length: int = 256
     batch_size: int = 8
     num_layers: int = 2

@@ -445,7 +445,9 @@ def evaluation_dataset(proteins, config):
     """Every residue exactly once, in order; the same in every run.
 
     The masked residues depend on the split alone: not on the seed, nor on
-    how it is cut into rows and batches.
+    how it is cut into rows and batches. Those that became `MASK` count. The
+    other chosen ones are replaced as in training, but half of them can be
+    read off, which would flatter the score.
 
     Args:
         proteins: `Proteins`.
@@ -454,20 +456,18 @@ def evaluation_dataset(proteins, config):
     Returns:
         `tf.data.Dataset` of `(x, y, weight)`,
         `[batch_size, sequence_length]`, all static. The weight is 1 on the
-        residues that count (in the masked task: the chosen ones) and 0 on
+        residues that count (in the masked task: the hidden ones) and 0 on
         all else. Its cardinality is known.
     """
     begin, end = _cut(proteins, config)
     # Rows of padding fill the last batch.
     missing = [(0, -len(begin) % config.batch_size)]
-    begin, end = _on_host(np.pad(begin, missing), np.pad(end, missing))
-    hidden, chosen = proteins.tokens, proteins.tokens
-    if not config.causal:
-        with tf.device("CPU:0"):
-            ids = tf.constant(proteins.tokens, tf.int32)
-            hidden, chosen = mask_residues(ids, _EVALUATION_SEED)
-        hidden, chosen = (x.numpy().astype("uint8") for x in (hidden, chosen))
-    tokens, hidden, chosen = _on_host(proteins.tokens, hidden, chosen)
+    begin, end, tokens = _on_host(
+        np.pad(begin, missing), np.pad(end, missing), proteins.tokens
+    )
+    with tf.device("CPU:0"):
+        hidden, _ = mask_residues(tf.cast(tokens, tf.int32), _EVALUATION_SEED)
+        hidden = tf.cast(hidden, tf.uint8)
 
     def row(begin, end):
         places = begin + tf.range(config.sequence_length, dtype=tf.int64)
@@ -475,8 +475,8 @@ def evaluation_dataset(proteins, config):
         y = _read(tokens, places, valid)
         if config.causal:
             return _shifted(y), y, tf.cast(is_residue(y), tf.float32)
-        x, weight = (_read(z, places, valid) for z in (hidden, chosen))
-        return x, y, tf.cast(weight, tf.float32)
+        x = _read(hidden, places, valid)
+        return x, y, tf.cast(x == MASK, tf.float32)
 
     return (
         tf.data.Dataset.from_tensor_slices((begin, end))

@@ -166,8 +166,10 @@ def test_evaluation_sees_every_residue_once(task, concatenate, length):
         if task == "unidirectional":
             np.testing.assert_array_equal(weight, known)
         else:
-            assert not np.any(weight[~known])
-            np.testing.assert_array_equal(x[weight == 0], y[weight == 0])
+            # What stayed or was replaced could be read off half the time.
+            np.testing.assert_array_equal(weight, x == data.MASK)
+            assert known[weight > 0].all()
+            np.testing.assert_array_equal(x[~known], y[~known])
 
 
 def test_rows_by_hand():
