@@ -53,8 +53,10 @@ class Smoke(Config):
     """Shows that everything works, on 200 sequences of UniProt.
 
     Command: python -m examples.protein.train
-    Time: TIME_SMOKE
-    Score: SCORE_SMOKE
+    Time: 2 minutes on 2 shared CPU cores, evaluation and export included;
+        --task=masked the same.
+    Score: perplexity 16.9, where letter counts give 17.8. With 35 kB of
+    training sequences it learns little more than the counts.
     """
 
     # In rows of 256 the window of favor+ would be exact attention throughout.
@@ -75,11 +77,14 @@ class Small(Config):
     """A model of 800,000 weights, to compare kernels and tasks.
 
     Command: python -m examples.protein.train --preset=small --data_dir=DIR
-    Time: TIME_SMALL
-    Score: SCORE_SMALL
+    Time: about 12 minutes on 2 CPU cores, by the 0.55 s that a step of the
+        ReLU kernel took in the masked task.
+    Score: after 500 steps of the masked task with the ReLU kernel perplexity
+    17.6 on part of the validation split; letter counts give 18.1. See
+    README.md.
     """
 
-    steps: int = 600
+    steps: int = 900
     validation_batches: int | None = 24
     jit_compile: bool = True
 
