@@ -187,9 +187,11 @@ def test_o64_loss_at_initialisation_is_near_log_vocabulary(task, arguments):
     assert logits.shape == (4, 32, data.VOCABULARY_SIZE)
     assert logits.dtype == "float32"
     nats = np.average(common.token_nats(y, logits), weights=weight)
-    # Logits of variance s^2 cost about s^2 / 2 above log V, and a tied model
-    # favours the token that it reads, which is rarely the one to predict.
-    assert abs(nats - math.log(data.VOCABULARY_SIZE)) < 0.5
+    # Logits of variance s^2 cost about s^2 / 2 above log V: half a nat allows
+    # s = 1. Masked places all read the same mask, and so share one draw of
+    # the logits, which does not average out: as much again.
+    allowed = 0.5 if config.causal else 1.0
+    assert abs(nats - math.log(data.VOCABULARY_SIZE)) < allowed
 
 
 def test_the_unidirectional_model_is_causal_and_the_masked_one_is_not():
@@ -331,9 +333,10 @@ def test_o65_train_and_evaluate_offline(
         evaluate.main(flag_values)
         printed = capsys.readouterr().out
         assert f"task: {task}" in printed
-        assert f"{own.residues:>14,}" in printed
-        assert f"{own.perplexity:.2f}" in printed
-        assert f"{floor.perplexity:.3f}" in printed
+        for line, one in zip(printed.split("\n")[-3:], (own, floor)):
+            name, residues, _, perplexity = line.split()
+            assert (name, residues) == (one.name, str(one.residues))
+            assert float(perplexity) == pytest.approx(one.perplexity, abs=2e-3)
 
     # A file alone, whatever the split.
     path = f"{families}/train.fasta.gz"
