@@ -5,6 +5,7 @@ import numpy as np
 from keras import ops
 
 from keras_performer import arguments
+from keras_performer.layers.masks import boolean_mask
 
 # The longest wavelength of sine and rotary positions, in tokens over 2 pi:
 # Section 3.5 of https://arxiv.org/abs/1706.03762.
@@ -101,7 +102,8 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
             attention knows of positions itself (`rotary=True`) or needs
             none.
         mask_zero: Whether token 0 is padding. The output then carries the
-            mask of all other tokens.
+            mask of all other tokens, and of a mask of the input those that
+            both keep.
         reverse_dtype: Dtype of the logits and of the product that gives
             them; `None` for the compute dtype. bfloat16 has about three
             digits: the likeliest tokens tie in it.
@@ -177,6 +179,8 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
             dtype=self.dtype_policy,
             name="token_embedding",
         )
+        # This layer hands masks on; Keras would warn that they are dropped.
+        self.token_embedding.supports_masking = True
         self.token_embedding.build(inputs_shape)
         if self.position == "learned":
             axes = {"position_embedding": self.sequence_length}
@@ -257,7 +261,10 @@ class TokenAndPositionEmbedding(keras.layers.Layer):
     def compute_mask(self, inputs, previous_mask=None):
         if not self.mask_zero or len(inputs.shape) == 3:
             return previous_mask
-        return ops.not_equal(inputs, 0)
+        mask = ops.not_equal(inputs, 0)
+        if previous_mask is None:
+            return mask
+        return ops.logical_and(mask, boolean_mask(previous_mask))
 
     def compute_output_shape(self, inputs_shape, reverse=False):
         width = self.vocabulary_size if reverse else self.embedding_dim

@@ -8,6 +8,7 @@ from keras_performer import arguments
 from keras_performer import feature_maps
 from keras_performer.layers.embeddings import TokenAndPositionEmbedding
 from keras_performer.layers.embeddings import state_positions
+from keras_performer.layers.masks import boolean_mask
 from keras_performer.layers.performer_block import PerformerBlock
 from keras_performer.models.generation import Generation
 
@@ -57,6 +58,8 @@ class PerformerLM(Generation, keras.Model):
             tokens do not tie.
         grid: Sizes of the axes of an image or a volume, for learned
             positions; see `keras_performer.TokenAndPositionEmbedding`.
+        mask_zero: Whether token 0 is padding, which no token sees. A causal
+            model needs it only where padding stands before tokens.
         **kwargs: `name` and `trainable`.
 
     Call arguments:
@@ -107,6 +110,7 @@ class PerformerLM(Generation, keras.Model):
         seed=None,
         dtype=None,
         grid=None,
+        mask_zero=False,
         **kwargs,
     ):
         _check_sizes(num_layers, num_heads, hidden_dim)
@@ -130,6 +134,7 @@ class PerformerLM(Generation, keras.Model):
             sequence_length,
             hidden_dim,
             position=None if rotary else position,
+            mask_zero=mask_zero,
             grid=grid,
             reverse_dtype=precise,
             dtype=dtype,
@@ -167,6 +172,8 @@ class PerformerLM(Generation, keras.Model):
         for block in self.blocks:
             x = block(x)
         super().__init__(ids, self._predict(x), **kwargs)
+        # The blocks take the mask of a call; Keras would warn all the same.
+        self.supports_masking = True
 
         # Config.
         self.dtype_policy = dtype
@@ -181,6 +188,7 @@ class PerformerLM(Generation, keras.Model):
         self.num_features = num_features
         self.position = position
         self.grid = self.embedding.grid
+        self.mask_zero = mask_zero
         self.tie_embeddings = tie_embeddings
         self.reversible = reversible
         self.dropout = dropout
@@ -190,6 +198,13 @@ class PerformerLM(Generation, keras.Model):
         self.activation = activations.get(activation)
         self.layer_norm_epsilon = layer_norm_epsilon
         self.seed = seed
+
+    def call(self, inputs, training=None, mask=None):
+        if self.mask_zero and mask is not None:
+            # A functional model's own mask would take the place of this one.
+            inputs = ops.where(boolean_mask(mask), inputs, 0)
+            mask = None
+        return super().call(inputs, training=training, mask=mask)
 
     def _predict(self, x):
         """Logits of the last block's output."""
@@ -259,6 +274,7 @@ class PerformerLM(Generation, keras.Model):
         ids = ops.convert_to_tensor(ids)
         if mask is not None:
             mask = ops.cast(mask, "bool")
+        mask = self.embedding.compute_mask(ids, mask)
         position = state["position"]
         positions = state_positions(position, ids, mask)
         x = self.embedding(ids, positions=positions)
@@ -304,6 +320,7 @@ class PerformerLM(Generation, keras.Model):
             "num_features": self.num_features,
             "position": self.position,
             "grid": self.grid,
+            "mask_zero": self.mask_zero,
             "tie_embeddings": self.tie_embeddings,
             "reversible": self.reversible,
             "dropout": self.dropout,

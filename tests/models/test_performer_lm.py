@@ -124,6 +124,7 @@ def test_a_config_returns_every_argument():
         "layer_norm_epsilon": 1e-3,
         "seed": 8,
         "grid": (1, 3, 3),
+        "mask_zero": True,
         "name": "lm",
     }
     model = PerformerLM(**given, trainable=False, dtype="mixed_bfloat16")
@@ -172,6 +173,35 @@ def test_a_model_is_cloned_and_pickled():
     np.testing.assert_array_equal(clone(x), model(x))
     pickled = pickle.loads(pickle.dumps(model))
     np.testing.assert_array_equal(pickled(x), model(x))
+
+
+@pytest.mark.parametrize("feature_map", ["favor+", "relu", "exact"])
+def test_zeros_are_padding_that_no_token_sees(feature_map):
+    options = {"causal": False, "feature_map": feature_map, "num_layers": 2}
+    model = make(**options, mask_zero=True)
+    x = 1 + tokens(2, 5) % (VOCABULARY - 1)
+    alone = to_numpy(model(x))
+    for padding in (1, 9):
+        padded = to_numpy(model(np.pad(x, [(0, 0), (0, padding)])))
+        assert_close(padded[:, :5], alone, TOLERANCE)
+    # A mask that is given leaves out what it leaves out beside.
+    mask = np.array([[1, 1, 1, 0, 0, 1]] * 2, "bool")
+    masked = to_numpy(model(np.pad(x, [(0, 0), (0, 1)]), mask=mask))
+    assert_close(masked[:, :3], model(x[:, :3]), TOLERANCE)
+    seen = make(**options)(np.pad(x, [(0, 0), (0, 9)]))
+    assert np.abs(to_numpy(seen)[:, :5] - alone).max() > 1e-2
+
+
+def test_a_step_of_padding_leaves_the_state():
+    model = make(mask_zero=True)
+    x = 1 + tokens(2, 7) % (VOCABULARY - 1)
+    full = to_numpy(model(x))
+    _, state = model.step(
+        np.pad(x[:, :4], [(0, 0), (0, 3)]), model.get_initial_state(2)
+    )
+    np.testing.assert_array_equal(state["position"], [4, 4])
+    logits, _ = model.step(x[:, 4:], state)
+    assert_close(logits, full[:, 4:], TOLERANCE)
 
 
 @pytest.mark.slow

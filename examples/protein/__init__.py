@@ -1,0 +1,1 @@
+"""Performer language models of proteins, trained on FASTA files."""
