@@ -332,7 +332,7 @@ def texts_to_ids(texts, tokenizer, length):
     """
     ids = tokenizer.tokenize(texts)
     mask = tf.sequence_mask(ids.row_lengths(), length, tf.int32)
-    return ids.to_tensor(0, [None, length]), mask
+    return ids.to_tensor(0, shape=[None, length]), mask
 
 
 def raw_examples(data_dir, split):

@@ -229,7 +229,7 @@ def test_o64_loss_at_initialisation_is_near_log_vocabulary(arguments):
     config = tiny_config(*arguments)
     model = train.build_model(config, 257)
     document = data.Document("1", "1", data=bytes(range(128)) * 4)
-    x, y = next(
+    x, y, _ = next(
         iter(
             data.training_dataset([document], data.ByteTokenizer(), config)
         )
