@@ -147,7 +147,8 @@ def test_scores_of_a_model_that_knows_nothing_by_hand():
     assert f"{everything.bits_per_byte:.4f}" in lines[-1]
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("jit_compile", [True, False])
 def test_a_carried_state_gives_every_token_its_whole_past(jit_compile):
     config = tiny_config(f"--jit_compile={jit_compile}")
     model = train.build_model(config, 257)
@@ -449,6 +450,7 @@ def test_train_without_any_data(tmp_path, capsys, no_network, small_model):
     assert "the reloaded model continues" in printed
 
 
+@pytest.mark.slow
 def test_train_with_a_learned_vocabulary(
     books, tmp_path, capsys, small_model
 ):

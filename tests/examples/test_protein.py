@@ -293,6 +293,7 @@ def read_curve(folder):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.one_in(2)
 @every_task
 def test_o65_train_and_evaluate_offline(
     task, families, tmp_path, capsys, no_network
