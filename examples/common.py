@@ -197,11 +197,20 @@ class TrainingConfig:
             self.steps % self.validation_every == 0,
             f"a multiple of validation_every={self.validation_every}",
         )
+        alone = self.distribution == "none"
         check(
             self,
             "jit_compile",
-            not (self.jit_compile and self.distribution == "tpu"),
-            "false with distribution=tpu, where XLA compiles in any case",
+            alone or not self.jit_compile,
+            "false with replicas: a TPU compiles in any case, and Keras "
+            "would hand the variables of several devices to one program",
+        )
+        check(
+            self,
+            "dtype_policy",
+            alone or self.dtype_policy != "mixed_float16",
+            "float32 or mixed_bfloat16 with replicas, of which one alone "
+            "would decide whether a step of float16 is skipped",
         )
 
 
@@ -518,18 +527,20 @@ def check(config, name, valid, expected):
 
 @keras.saving.register_keras_serializable(package="keras_performer_examples")
 class AdamW(keras.optimizers.AdamW):
-    """AdamW that clips the gradient of the whole batch.
+    """AdamW that clips by the norm of the gradient of the whole batch.
 
-    Keras clips that of each replica, and adds up afterwards.
+    Keras clips the gradient of each replica, and adds up afterwards.
     """
 
     def _clip_gradients(self, grads):
+        # A table's gradient names a row as often as it was read: a norm of
+        # that would not be the gradient's.
+        grads = [tf.convert_to_tensor(gradient) for gradient in grads]
         replica = tf.distribute.get_replica_context()
         count = 1 if replica is None else replica.num_replicas_in_sync
-        if count > 1:
-            grads = [tf.convert_to_tensor(gradient) for gradient in grads]
-            grads = replica.all_reduce("sum", grads)
-        clipped = super()._clip_gradients(grads)
+        if count == 1:
+            return super()._clip_gradients(grads)
+        clipped = super()._clip_gradients(replica.all_reduce("sum", grads))
         # Keras adds up what the replicas give.
         return [gradient / count for gradient in clipped]
 
@@ -586,7 +597,13 @@ class StopWhenNotFinite(keras.callbacks.Callback):
     """
 
     def on_train_batch_end(self, batch, logs=None):
-        loss = (logs or {}).get("loss", 0.0)
+        self._check((logs or {}).get("loss", 0.0))
+
+    def on_epoch_end(self, epoch, logs=None):
+        # The last update, before a checkpoint keeps what it made.
+        self._check((logs or {}).get("val_loss", 0.0))
+
+    def _check(self, loss):
         if not math.isfinite(loss):
             optimizer = self.model.optimizer
             raise UserError(
@@ -684,6 +701,7 @@ def fit(
     validation,
     output_dir,
     monitor,
+    data_dir=None,
     sample=None,
     verbose="auto",
 ):
@@ -699,9 +717,12 @@ def fit(
             `curve.csv`, `best.keras`, `last.keras`, `tensorboard/`, and
             `backup.npz` until `finish`.
         monitor: name of the validation metric that is best when smallest.
+        data_dir: string, where the data come from, or None. A run is not
+            continued with others.
         sample: function of the model that calls `tf.summary` with what it
             makes, or None. Not called on a TPU, for whose host TensorFlow
-            cannot compile the loop of `generate`.
+            cannot compile the loop of `generate`; the approximation is not
+            monitored there either.
         verbose: as in `keras.Model.fit`.
 
     Returns:
@@ -714,37 +735,37 @@ def fit(
     """
     os.makedirs(output_dir, exist_ok=True)
     backup = Backup(
-        os.path.join(output_dir, BACKUP), dataclasses.asdict(config)
+        os.path.join(output_dir, BACKUP),
+        {**dataclasses.asdict(config), "data_dir": data_dir},
     )
     with model.distribute_strategy.scope():  # makes the optimizer's variables
         done = backup.restore(model)
     write_config(config, output_dir)
     if done:
         print(f"continuing after step {done * config.validation_every:,}")
+    probe = None
     if config.distribution == "tpu":
         sample = None
-    dataset = training(done * config.validation_every)
-    x = dataset.element_spec[0]
-    model.fit(
-        dataset,
-        initial_epoch=done,
-        epochs=config.steps // config.validation_every,
-        steps_per_epoch=config.validation_every,
-        validation_data=validation,
-        callbacks=[
-            Throughput(math.prod(x.shape)),
-            *training_callbacks(
-                output_dir,
-                monitor,
-                done,
-                sample,
-                _probe(model, validation),
-            ),
-            backup,
-        ],
-        shuffle=False,  # the data set does it
-        verbose=verbose,
-    )
+    else:
+        probe = _probe(model, validation)
+    epochs = config.steps // config.validation_every
+    if done < epochs:
+        dataset = training(done * config.validation_every)
+        tokens = math.prod(dataset.element_spec[0].shape)
+        model.fit(
+            dataset,
+            initial_epoch=done,
+            epochs=epochs,
+            steps_per_epoch=config.validation_every,
+            validation_data=validation,
+            callbacks=[
+                Throughput(tokens),
+                *training_callbacks(output_dir, monitor, done, sample, probe),
+                backup,
+            ],
+            shuffle=False,  # the data set does it
+            verbose=verbose,
+        )
     best = os.path.join(output_dir, "best.keras")
     if config.distribution != "none":
         # On one device, where all else may be done with it.
@@ -819,6 +840,21 @@ def draw_curve(output_dir, metric, label):
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(os.path.join(output_dir, "curve.png"), dpi=150)
+
+
+def scores_here(config):
+    """Whether the whole validation split is scored after training.
+
+    Not where a TPU trained: its host would take hours. Prints what to do.
+    """
+    if config.distribution != "tpu":
+        return True
+    print(
+        "\nThe validations during training are in curve.csv. To score the "
+        "whole split, copy the folder to another machine and run the "
+        "evaluate command of this example on best.keras."
+    )
+    return False
 
 
 def finish(output_dir):

@@ -24,16 +24,23 @@ def files(folder, split):
     """Paths of a split's files, in their order; empty if there are none.
 
     Raises:
-        examples.common.UserError: some of the split's files are missing.
+        examples.common.UserError: some of the split's files are missing, or
+            there are those of two preparations.
     """
     if not os.path.isdir(folder):
         return []
-    found, count = {}, 0
-    for name in sorted(os.listdir(folder)):
-        match = _NAME.fullmatch(name)
-        if match and match[1] == split:
-            count = int(match[3])
-            found[int(match[2])] = os.path.join(folder, name)
+    matches = [_NAME.fullmatch(name) for name in sorted(os.listdir(folder))]
+    matches = [match for match in matches if match and match[1] == split]
+    counts = sorted({int(match[3]) for match in matches})
+    if len(counts) > 1:
+        raise UserError(
+            f"{folder}: there are files of the split {split!r} both of "
+            f"{' and of '.join(map(str, counts))}. Delete the older ones."
+        )
+    count = counts[0] if counts else 0
+    found = {
+        int(match[2]): os.path.join(folder, match[0]) for match in matches
+    }
     missing = sorted(set(range(count)) - set(found))
     if missing:
         raise UserError(
@@ -100,9 +107,13 @@ def tensorflow_dataset(source, split, data_dir=None):
             f"{source} needs TensorFlow Datasets: "
             'pip install "keras-performer[tfds]"'
         ) from None
+    return _read_tensorflow_dataset(tfds, source, split, data_dir)
+
+
+def _read_tensorflow_dataset(tfds, source, split, data_dir):
     name = source.removeprefix(TFDS)
     try:
-        return tfds.as_numpy(
+        yield from tfds.as_numpy(
             tfds.load(name, split=split, data_dir=data_dir)
         )
     except Exception as error:  # each builder raises its own

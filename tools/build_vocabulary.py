@@ -28,17 +28,21 @@ def define_flags(flag_values=flags.FLAGS):
         flag_values=flag_values,
         required=True,
     )
-    for name, default, text in (
-        ("vocabulary_size", 32000, "The most pieces."),
-        ("megabytes", 20, "Of text to count words in; it is done in Python."),
+    for name, default, least, text in (
+        ("vocabulary_size", 32000, 3, "The most pieces."),
+        ("megabytes", 20, 1, "Of text to count words in, by Python."),
     ):
         flags.DEFINE_integer(
-            name, default, text, lower_bound=1, flag_values=flag_values
+            name, default, text, lower_bound=least, flag_values=flag_values
         )
 
 
 def main(options=flags.FLAGS):
     """Runs the command."""
+    try:
+        open(options.output, "a").close()  # now, and not after minutes
+    except OSError as error:
+        raise common.UserError(f"--output: {error}") from error
     documents = data.load(options.data_dir, "train")
     tokenizer = data.WordPieceTokenizer.learn(
         documents, options.vocabulary_size, options.megabytes * 10**6

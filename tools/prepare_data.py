@@ -11,6 +11,7 @@ on at the file where it stopped when the same command is given again; one that
 is complete is checked.
 """
 
+import glob
 import hashlib
 import importlib
 import itertools
@@ -75,6 +76,11 @@ class Writer:
 
     def _write_parts(self, split, parts):
         written = sum(part["examples"] for part in parts["parts"])
+        for old in glob.glob(f"{split}-*-of-*.tfrecord", root_dir=self.folder):
+            # Of a preparation whose progress is gone; those of
+            # this one are known before they get their names.
+            if not any(part.get("file") == old for part in parts["parts"]):
+                os.remove(os.path.join(self.folder, old))
         examples = self.data.raw_examples(self.source, split)
         # How many there are is known at the end only.
         bar = keras.utils.Progbar(None, unit_name=f"{split} example")
@@ -91,6 +97,8 @@ class Writer:
         count = len(parts["parts"])
         for index, part in enumerate(parts["parts"]):
             part["file"] = f"{split}-{index:05d}-of-{count:05d}.tfrecord"
+        self._save()
+        for index, part in enumerate(parts["parts"]):
             old = self._part(split, index)
             if os.path.exists(old):  # not renamed before the last run ended
                 os.replace(old, os.path.join(self.folder, part["file"]))
@@ -122,13 +130,14 @@ class Writer:
         os.replace(self._path + ".new", self._path)
 
     def finish(self):
-        """Checks every file and writes `SHA256SUMS`.
+        """Checks every file of whole splits and writes `SHA256SUMS`.
 
         Raises:
             examples.common.UserError: a file is missing or was changed.
         """
         lines = []
-        for split in self._done["splits"].values():
+        splits = self._done["splits"].values()
+        for split in [split for split in splits if split["whole"]]:
             for part in split["parts"]:
                 path = os.path.join(self.folder, part["file"])
                 if not os.path.exists(path) or (

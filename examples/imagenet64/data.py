@@ -106,25 +106,44 @@ def load(data_dir, split):
         return _tensorflow_dataset(data_dir, split)
     if not os.path.isdir(data_dir):
         raise common.UserError(f"--data_dir: there is no folder {data_dir}")
-    paths = records.files(data_dir, split)
-    if paths:
-        return _tfrecords(paths)
-    paths = _npz_paths(data_dir, split)
-    if paths:
-        return read_npz(paths)
+    record_files, npz, folder = _sources(data_dir, split)
+    if record_files:
+        return _tfrecords(record_files)
+    if npz:
+        return read_npz(npz)
+    return read_folder(folder)
+
+
+def _sources(data_dir, split):
+    """Record files, npz files and a folder of a split: one of them is there.
+
+    Raises:
+        examples.common.UserError: none is there, or more than one.
+    """
+    record_files = records.files(data_dir, split)
+    npz = _npz_paths(data_dir, split)
     folder = os.path.join(data_dir, split)
-    if os.path.isdir(folder):
-        return read_folder(folder)
-    raise common.UserError(
-        f"--data_dir: {data_dir} holds no split {split!r}. Expected "
-        f"{LAYOUTS}."
-    )
+    folder = folder if os.path.isdir(folder) else None
+    count = bool(record_files) + bool(npz) + bool(folder)
+    if count != 1:
+        state = "no split" if count == 0 else "more than one form of the split"
+        raise common.UserError(
+            f"--data_dir: {data_dir} holds {state} {split!r}. Expected "
+            f"{LAYOUTS}."
+        )
+    return record_files, npz, folder
+
+
+def _on_host(array):
+    """An array as a tensor that stays in the memory that tf.data reads."""
+    with tf.device("CPU:0"):
+        return tf.constant(array)
 
 
 def _in_memory(images, names):
     """A `Split` of one part from a bytearray and a list of strings."""
     images = np.frombuffer(images, np.uint8).reshape(len(names), BYTES)
-    images = tf.constant(images)
+    images = _on_host(images)
     return Split([len(names)], lambda _: images, lambda _, i: names[i])
 
 
@@ -137,6 +156,12 @@ def _npz_paths(folder, split):
         match = _BATCH.fullmatch(name)
         if match:
             found[int(match[1])] = os.path.join(folder, name)
+    missing = sorted(set(range(1, max(found, default=0) + 1)) - set(found))
+    if missing:
+        raise common.UserError(
+            f"{folder}: train_data_batch_{missing[0]}.npz is missing, but "
+            f"number {max(found)} is there."
+        )
     return [found[number] for number in sorted(found)]
 
 
@@ -157,7 +182,7 @@ def read_npz(paths):
     """
     members = [_member(path) for path in paths]
     columns = {
-        key: tf.constant([member[key] for member in members])
+        key: _on_host([member[key] for member in members])
         for key in members[0]
     }
 
@@ -258,6 +283,11 @@ def _check_array(path, info, file):
             f"{path} is damaged: {shape[0]} images should take "
             f"{shape[0] * BYTES} bytes, not {info.file_size - file.tell()}"
         )
+    if info.compress_type == zipfile.ZIP_DEFLATED and info.file_size >= 2**31:
+        raise common.UserError(
+            f"{path}: expected less than 2 GiB where an array is compressed. "
+            f"Received: {info.file_size:,} bytes. np.savez writes it as it is."
+        )
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise common.UserError(
             f"{path}: expected what np.savez or np.savez_compressed writes. "
@@ -311,7 +341,18 @@ def _tfrecords(paths):
 
 def _tensorflow_dataset(source, split):
     data, names = bytearray(), []
-    for example in records.tensorflow_dataset(source, split):
+    for name, image in _examples_of_tensorflow(source, split):
+        data += image
+        names.append(name)
+    if not names:
+        raise common.UserError(f"{source}: the split {split!r} is empty.")
+    return _in_memory(data, names)
+
+
+def _examples_of_tensorflow(source, split):
+    """Yields `(name, bytes)` of the images of a TensorFlow Dataset."""
+    examples = records.tensorflow_dataset(source, split)
+    for index, example in enumerate(examples):
         image = example.get("image")
         kind = (getattr(image, "dtype", None), getattr(image, "shape", None))
         if kind != (np.uint8, (SIZE, SIZE, 3)):
@@ -320,11 +361,7 @@ def _tensorflow_dataset(source, split):
                 f"[{SIZE}, {SIZE}, 3]. Received: {kind[0]} {kind[1]} among "
                 f"{', '.join(sorted(example))}"
             )
-        data += image.tobytes()
-        names.append(f"{split}/{len(names)}")
-    if not names:
-        raise common.UserError(f"{source}: the split {split!r} is empty.")
-    return _in_memory(data, names)
+        yield f"{split}/{index}", image.tobytes()
 
 
 def read_folder(folder):
@@ -342,31 +379,31 @@ def read_folder(folder):
     Raises:
         examples.common.UserError: there are no images.
     """
+    data, names = bytearray(), []
+    for name, image in _examples_of_folder(folder):
+        data += image
+        names.append(name)
+    return _in_memory(data, names)
+
+
+def _examples_of_folder(folder):
+    """Yields `(name, bytes)` of the images below a folder; see above."""
     paths = sorted(
         os.path.join(parent, name)
         for parent, _, names in os.walk(folder)
         for name in names
     )
-    data, names, skipped = bytearray(), [], []
+    skipped = []
     for path in paths:
         name = os.path.relpath(path, folder)
         try:
-            with Image.open(path) as image:
-                upright = ImageOps.exif_transpose(image).convert("RGB")
-            # Pillow's filters grow with the reduction, against aliasing.
-            data += ImageOps.fit(upright, (SIZE, SIZE)).tobytes()
-            names.append(name)
-        # Pillow's readers raise SyntaxError and others at broken files.
-        except (
-            EOFError,
-            OSError,
-            SyntaxError,
-            ValueError,
-            struct.error,
-            Image.DecompressionBombError,
-        ):
+            image = _decode(path)
+        # Pillow's readers raise almost anything at broken files.
+        except Exception:
             skipped.append(name)
-    if not names:
+            continue
+        yield name, image
+    if len(skipped) == len(paths):
         raise common.UserError(
             f"{folder} holds no images, only {len(skipped)} other files: "
             f"{_enumerate(skipped)}"
@@ -376,7 +413,19 @@ def read_folder(folder):
             f"{folder}: left out {len(skipped)} of {len(paths)} files, which "
             f"are no images or damaged: {_enumerate(skipped)}"
         )
-    return _in_memory(data, names)
+
+
+def _decode(path):
+    """A picture of any size as the bytes of a 64x64 image."""
+    with Image.open(path) as image:
+        if image.mode.startswith("I;16"):
+            # Pillow would cut 16 bits off at 255.
+            image = Image.fromarray((np.asarray(image) >> 8).astype("uint8"))
+        elif image.mode in ("I", "F"):
+            raise ValueError(f"values of mode {image.mode} have no known end")
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+    # Pillow's filters grow with the reduction, against aliasing.
+    return ImageOps.fit(upright, (SIZE, SIZE)).tobytes()
 
 
 def _enumerate(names, most=10):
@@ -442,13 +491,19 @@ def raw_examples(data_dir, split):
     Yields:
         A string, and the `64 * 64 * 3` bytes of the image in raster order.
     """
-    source = load(data_dir, split)
-    paths = []
-    if data_dir is not None and not data_dir.startswith(records.TFDS):
-        paths = records.files(data_dir, split)
-    if paths:
-        yield from records.read(paths)
+    # Those that `load` would keep in memory come one at a time.
+    if data_dir is not None and data_dir.startswith(records.TFDS):
+        yield from _examples_of_tensorflow(data_dir, split)
         return
+    if data_dir is not None and os.path.isdir(data_dir):
+        record_files, _, folder = _sources(data_dir, split)
+        if record_files:
+            yield from records.read(record_files)
+            return
+        if folder:
+            yield from _examples_of_folder(folder)
+            return
+    source = load(data_dir, split)
     for part, size in enumerate(source.sizes):
         data = source.read(tf.constant(part, tf.int64))
         for start in range(0, size, 1024):

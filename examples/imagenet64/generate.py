@@ -151,9 +151,16 @@ def find_images(source, data_dir, config, count):
             "--complete: expected `validation`, a folder of images or an npz "
             f"file. Received: {source}"
         )
-    (part, *_), (size, *_) = range(len(split.sizes)), split.sizes
-    places = np.linspace(0, size, min(count, size), endpoint=False, dtype=int)
-    images = tf.gather(split.read(tf.constant(part, tf.int64)), places)
+    total = split.num_images
+    wanted = np.linspace(0, total, min(count, total), endpoint=False)
+    ends = np.cumsum(split.sizes)
+    parts = np.searchsorted(ends, wanted.astype(int), side="right")
+    places = wanted.astype(int) - (ends - split.sizes)[parts]
+    images = []
+    for part in np.unique(parts):
+        read = split.read(tf.constant(part, tf.int64))
+        images.append(tf.gather(read, places[parts == part]))
+    images = tf.concat(images, axis=0)
     return split.images(images, config.image_size).numpy()
 
 

@@ -64,6 +64,11 @@ def write_samples(config, model):
     tf.summary.image("samples", generate.grid(images)[None])
 
 
+def metrics():
+    """What `fit` reports beside the loss."""
+    return [evaluate.BitsPerDimension()]
+
+
 def train(config, data_dir, output_dir, verbose="auto"):
     """Trains a model and leaves all that belongs to it in `output_dir`.
 
@@ -88,7 +93,7 @@ def train(config, data_dir, output_dir, verbose="auto"):
 
     with strategy.scope():
         model = build_model(config)
-        common.compile_model(model, config, [evaluate.BitsPerDimension()])
+        common.compile_model(model, config, metrics())
     tokens = config.batch_size * config.sequence_length
     print(
         f"model: {model.count_params():,} parameters, "
@@ -107,6 +112,7 @@ def train(config, data_dir, output_dir, verbose="auto"):
         data.validation_dataset(validation, config),
         output_dir,
         "val_bits_per_dimension",
+        data_dir=data_dir,
         sample=sample,
         verbose=verbose,
     )
@@ -134,7 +140,8 @@ def main(flag_values=flags.FLAGS):
         flag_values: parsed `absl.flags.FlagValues`.
 
     Returns:
-        The validation `evaluate.Score` of the whole split.
+        The validation `evaluate.Score` of the whole split; None after
+        training on a TPU.
     """
     started = time.monotonic()
     config = common.config_from_flags(configs.PRESETS, flag_values)
@@ -145,9 +152,11 @@ def main(flag_values=flags.FLAGS):
         config, flag_values["data_dir"].value, output_dir
     )
 
-    print("\nvalidation, best weights:")
-    scores, everything = evaluate.score(model, validation, config)
-    print(evaluate.table(scores + [everything]))
+    everything = None
+    if common.scores_here(config):
+        print("\nvalidation, best weights:")
+        scores, everything = evaluate.score(model, validation, config)
+        print(evaluate.table(scores + [everything]))
     common.draw_curve(output_dir, "bits_per_dimension", "bits per dimension")
 
     path = os.path.join(output_dir, "saved_model")

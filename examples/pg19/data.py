@@ -79,7 +79,8 @@ def load(data_dir, split):
         split: "train", "validation" or "test".
 
     Returns:
-        List of `Document`, in the order of their names.
+        List of `Document`, in the order of their names, or as they come in
+        records and data sets.
 
     Raises:
         examples.common.UserError: the folder or the split is missing or
@@ -88,7 +89,7 @@ def load(data_dir, split):
     if data_dir is None:
         return _python_documentation(split)
     if data_dir.startswith(records.TFDS):
-        return [
+        documents = [
             Document(
                 str(int(book["book_id"])),
                 book["book_title"].decode("utf-8"),
@@ -96,15 +97,17 @@ def load(data_dir, split):
             )
             for book in records.tensorflow_dataset(data_dir, split)
         ]
+        return _not_empty(documents, data_dir, split)
     if not os.path.isdir(data_dir):
         raise common.UserError(f"--data_dir: there is no folder {data_dir}")
     titles = _titles(os.path.join(data_dir, METADATA))
     files = tuple(records.files(data_dir, split))
     if files:
-        return [
+        documents = [
             Document(name, titles.get(name, name), data=data, records=files)
             for name, data in records.read(files)
         ]
+        return _not_empty(documents, data_dir, split)
     folder = os.path.join(data_dir, split)
     if not os.path.isdir(folder):
         raise common.UserError(
@@ -117,10 +120,14 @@ def load(data_dir, split):
         if extension == ".txt":
             path = os.path.join(folder, file)
             documents.append(Document(name, titles.get(name, name), path))
+    return _not_empty(documents, data_dir, split)
+
+
+def _not_empty(documents, data_dir, split):
     if not sum(document.num_bytes for document in documents):
         raise common.UserError(
-            f"--data_dir: there is no text in {folder}. Expected files "
-            "<id>.txt."
+            f"--data_dir: there is no text in {os.path.join(data_dir, split)}."
+            " Expected files <id>.txt, or records."
         )
     return documents
 
@@ -307,9 +314,11 @@ class WordPieceTokenizer:
         return cls(pieces[:vocabulary_size])
 
     def write(self, path):
-        """Writes the vocabulary as plain text, one piece a line."""
-        with open(path, "w", encoding="utf-8", newline="\n") as file:
+        """Writes the vocabulary as plain text, one piece a line, at once."""
+        new = path + ".new"
+        with open(new, "w", encoding="utf-8", newline="\n") as file:
             file.writelines(piece + "\n" for piece in self._pieces)
+        os.replace(new, path)
 
 
 def _mark_white_space(texts):
@@ -347,7 +356,7 @@ def raw_examples(data_dir, split):
         yield document.name, text.numpy()
 
 
-def texts(documents, seed=None):
+def texts(documents, seed=None, sources=None):
     """Dataset of scalar strings, one a document, read when it is needed.
 
     With a seed, each pass has another order.
@@ -356,18 +365,28 @@ def texts(documents, seed=None):
         documents: list of `Document` of one kind; if they are records, the
             first ones of their files.
         seed: int, or None.
+        sources: `sources_of(documents)`, where this is called while a graph
+            is made, of which gigabytes of text must not become a constant.
     """
     first = documents[0]
     if first.records:
         return _recorded_texts(first.records, len(documents), seed)
-    in_memory = first.path is None
-    sources = [
-        document.data if in_memory else document.path for document in documents
-    ]
+    if sources is None:
+        sources = sources_of(documents)
     dataset = tf.data.Dataset.from_tensor_slices(sources)
     if seed is not None:
-        dataset = dataset.shuffle(len(sources), seed=seed)
-    return dataset if in_memory else dataset.map(tf.io.read_file)
+        dataset = dataset.shuffle(len(documents), seed=seed)
+    return dataset if first.path is None else dataset.map(tf.io.read_file)
+
+
+def sources_of(documents):
+    """Texts or paths of documents, a string tensor; None for records."""
+    if documents[0].records:
+        return None
+    with tf.device("CPU:0"):
+        return tf.constant(
+            [one.data if one.path is None else one.path for one in documents]
+        )
 
 
 def _recorded_texts(files, count, seed):
@@ -452,11 +471,13 @@ def training_dataset(documents, tokenizer, config, skip=0, shard=(0, 1)):
         )
         return first.concatenate(rest).unbatch()
 
+    sources = sources_of(documents)
+
     def batches(_):
         draws = tf.data.Dataset.random(
             seed=seed, rerandomize_each_iteration=True
         )
-        drawn = tf.data.Dataset.zip(draws, texts(documents, seed))
+        drawn = tf.data.Dataset.zip(draws, texts(documents, seed, sources))
         if config.mix_documents:
             windows = drawn.enumerate().map(mixed)
             windows = windows.rebatch(length, drop_remainder=True)

@@ -6,6 +6,7 @@
 Every field of `config.Config` is a flag.
 """
 
+import filecmp
 import functools
 import os
 import time
@@ -63,18 +64,29 @@ def make_tokenizer(config, documents, vocabulary, output_dir):
     kept = os.path.join(output_dir, "vocabulary.txt")
     if vocabulary is None and os.path.exists(kept):
         print(f"vocabulary: {kept}, from an earlier run")
-        vocabulary = kept
-    if vocabulary is not None:
-        tokenizer = data.WordPieceTokenizer.read(
-            vocabulary, config.vocabulary_size
-        )
-    else:
+        return data.WordPieceTokenizer.read(kept, config.vocabulary_size)
+    if vocabulary is None:
         print("vocabulary: learning it from the training split ...")
         tokenizer = data.WordPieceTokenizer.learn(
             documents, config.vocabulary_size
         )
+    else:
+        tokenizer = data.WordPieceTokenizer.read(
+            vocabulary, config.vocabulary_size
+        )
+        unfinished = os.path.exists(os.path.join(output_dir, common.BACKUP))
+        if unfinished and not filecmp.cmp(vocabulary, kept, shallow=False):
+            raise common.UserError(
+                f"--vocabulary: the unfinished run in {output_dir} has "
+                f"another one. Received: {vocabulary}"
+            )
     tokenizer.write(kept)
     return tokenizer
+
+
+def metrics(tokenizer):
+    """What `fit` reports beside the loss."""
+    return [evaluate.BitsPerByte(tokenizer.bytes_per_token)]
 
 
 def train(config, data_dir, output_dir, vocabulary=None, verbose="auto"):
@@ -106,9 +118,7 @@ def train(config, data_dir, output_dir, vocabulary=None, verbose="auto"):
 
     with strategy.scope():
         model = build_model(config, tokenizer.vocabulary_size)
-        common.compile_model(
-            model, config, [evaluate.BitsPerByte(tokenizer.bytes_per_token)]
-        )
+        common.compile_model(model, config, metrics(tokenizer))
     tokens = config.batch_size * config.sequence_length
     print(
         f"model: {model.count_params():,} parameters, "
@@ -125,6 +135,7 @@ def train(config, data_dir, output_dir, vocabulary=None, verbose="auto"):
         data.validation_dataset(validation, tokenizer, config),
         output_dir,
         "val_bits_per_byte",
+        data_dir=data_dir,
         sample=functools.partial(_show_text, tokenizer, validation[0], config),
         verbose=verbose,
     )
@@ -223,7 +234,8 @@ def main(flag_values=flags.FLAGS):
         flag_values: parsed `absl.flags.FlagValues`.
 
     Returns:
-        The validation `evaluate.Score` of the whole split.
+        The validation `evaluate.Score` of the whole split; None after
+        training on a TPU.
     """
     started = time.monotonic()
     config = common.config_from_flags(configs.PRESETS, flag_values)
@@ -236,16 +248,20 @@ def main(flag_values=flags.FLAGS):
     )
 
     validation = data.load(data_dir, "validation")
-    print("\nvalidation, best weights:")
-    scores, everything = evaluate.score(model, validation, tokenizer, config)
-    print(evaluate.table(scores + [everything]))
+    everything = None
+    if common.scores_here(config):
+        print("\nvalidation, best weights:")
+        scores, everything = evaluate.score(
+            model, validation, tokenizer, config
+        )
+        print(evaluate.table(scores + [everything]))
     common.draw_curve(output_dir, "bits_per_byte", "bits per byte")
 
     path = os.path.join(output_dir, "saved_model")
     example = next(
         iter(data.validation_dataset(validation, tokenizer, config))
     )[0]
-    difference = common.export(model, example, path)
+    difference = common.export(model, example[:1], path)
     print(
         f"\nSavedModel: {path}\n"
         f"reloaded, largest difference of a logit: {difference:.2g}"

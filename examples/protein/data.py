@@ -39,7 +39,9 @@ VOCABULARY_SIZE = MASK + 1
 # As the article, and BERT before it: so many residues are to be predicted, and
 # of those so many are hidden, and replaced by another; the rest stay.
 CHOSEN, HIDDEN, REPLACED = 0.15, 0.8, 0.1
-_EVALUATION_SEED = (0, 0)
+_EVALUATION_SEED = 0
+# Tokens of a split that are looked at together.
+_BLOCK = 2**22
 
 # For `bytes.translate`: letter -> id.
 _IDS = bytearray([UNKNOWN] * 256)
@@ -208,7 +210,11 @@ class Proteins:
 
     def counts(self):
         """How often each id occurs, int64 `[VOCABULARY_SIZE]`."""
-        return np.bincount(self.tokens, minlength=VOCABULARY_SIZE)
+        # `bincount` makes integers of eight bytes of what it is given.
+        return sum(
+            np.bincount(self.tokens[start : start + _BLOCK], None, MASK + 1)
+            for start in range(0, len(self.tokens), _BLOCK)
+        )
 
     def report(self):
         """One line for people: sizes, and what is not as it should be."""
@@ -365,11 +371,12 @@ def _concatenated_rows(proteins, config):
         first = tf.gather(starts, order)
         sizes = tf.gather(starts, order + 1) - first
         before = tf.cumsum(sizes, exclusive=True)
+        shift = first - before
 
         def row(index):
             places = index * length + tf.range(length, dtype=tf.int64)
             which = tf.searchsorted(before, places, side="right") - 1
-            places += tf.gather(first - before, which)
+            places += tf.gather(shift, which)
             return tf.cast(tf.gather(tokens, places), tf.int32)
 
         return row
@@ -391,27 +398,20 @@ def training_dataset(proteins, config, skip=0, shard=(0, 1)):
         proteins: `Proteins`.
         config: `config.Config`.
         skip: int, batches to leave out at the start; costs nothing.
-        shard: `(index, count)`: the rows `index`, `index + count`, ... of
-            each batch.
+        shard: `(index, count)`: every `count`-th row from the `index`-th on,
+            for one of several workers, each with batches of its own.
 
     Returns:
-        `tf.data.Dataset` of `(x, y, weight)`,
-        `[batch_size / count, sequence_length]`, all static.
+        `tf.data.Dataset` of `(x, y, weight)`, `[batch_size,
+        sequence_length]`, all static.
 
     Raises:
-        examples.common.UserError: the proteins do not fill one row, or the
-            batch cannot be divided among the shards.
+        examples.common.UserError: the proteins do not fill one row.
     """
     worker, count = shard
-    common.check(
-        config,
-        "batch_size",
-        config.batch_size % count == 0,
-        f"a multiple of the {count} shards",
-    )
     make = _concatenated_rows if config.concatenate else _separate_rows
     rows, size = make(proteins, config)
-    first = skip * config.batch_size
+    first = skip * config.batch_size * count
     begin = tf.constant(first % size, tf.int64)
 
     def one_pass(number):
@@ -436,7 +436,7 @@ def training_dataset(proteins, config, skip=0, shard=(0, 1)):
     return (
         tf.data.Dataset.range(first // size, tf.int64.max)
         .flat_map(one_pass)
-        .batch(config.batch_size // count, drop_remainder=True)
+        .batch(config.batch_size, drop_remainder=True)
         .prefetch(2)
     )
 
@@ -465,9 +465,7 @@ def evaluation_dataset(proteins, config):
     begin, end, tokens = _on_host(
         np.pad(begin, missing), np.pad(end, missing), proteins.tokens
     )
-    with tf.device("CPU:0"):
-        hidden, _ = mask_residues(tf.cast(tokens, tf.int32), _EVALUATION_SEED)
-        hidden = tf.cast(hidden, tf.uint8)
+    hidden = None if config.causal else _hidden(tokens)
 
     def row(begin, end):
         places = begin + tf.range(config.sequence_length, dtype=tf.int64)
@@ -484,6 +482,17 @@ def evaluation_dataset(proteins, config):
         .batch(config.batch_size, drop_remainder=True)
         .prefetch(2)
     )
+
+
+def _hidden(tokens):
+    """Tokens of a split, uint8 `[N]`, with those residues that are hidden."""
+    with tf.device("CPU:0"):
+        parts = []
+        for start in range(0, len(tokens), _BLOCK):
+            ids = tf.cast(tokens[start : start + _BLOCK], tf.int32)
+            hidden, _ = mask_residues(ids, (_EVALUATION_SEED, start))
+            parts.append(tf.cast(hidden, tf.uint8))
+        return tf.concat(parts, axis=0)
 
 
 def validation_dataset(proteins, config):

@@ -40,10 +40,19 @@ def build_model(config):
         data.VOCABULARY_SIZE,
         config.sequence_length,
         causal=config.causal,
-        mask_zero=not config.causal,
+        # Padding is no key, and no part of what FAVOR++ learns from.
+        mask_zero=True,
         tie_embeddings=config.tie_embeddings,
         name="protein",
     )
+
+
+def metrics():
+    """What `fit` reports beside the loss."""
+    return [
+        keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+        evaluate.Perplexity(),
+    ]
 
 
 def train(config, data_dir, output_dir, verbose="auto"):
@@ -73,20 +82,11 @@ def train(config, data_dir, output_dir, verbose="auto"):
     print(f"proteins: {data_dir or 'the 200 of UniProt beside the example'}")
     for name, split in (("train", proteins), ("validation", validation)):
         print(f"  {name:<11}{split.report()}")
-    os.makedirs(output_dir, exist_ok=True)
     unigram = evaluate.Unigram(proteins.counts())
-    unigram.write(output_dir)
 
     with strategy.scope():
         model = build_model(config)
-        common.compile_model(
-            model,
-            config,
-            [
-                keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
-                evaluate.Perplexity(),
-            ],
-        )
+        common.compile_model(model, config, metrics())
     tokens = config.batch_size * config.sequence_length
     print(
         f"model: {model.count_params():,} parameters, task {config.task}, "
@@ -101,8 +101,10 @@ def train(config, data_dir, output_dir, verbose="auto"):
         data.validation_dataset(validation, config),
         output_dir,
         "val_perplexity",
+        data_dir=data_dir,
         verbose=verbose,
     )
+    unigram.write(output_dir)
     common.draw_curve(output_dir, "perplexity", "perplexity")
     return model, validation, unigram
 
@@ -127,8 +129,8 @@ def main(flag_values=flags.FLAGS):
         flag_values: parsed `absl.flags.FlagValues`.
 
     Returns:
-        The two `evaluate.Score` of the whole validation split: of the model
-        and of the unigram.
+        The two `evaluate.Score` of the whole validation split, of the model
+        and of the unigram; None after training on a TPU.
     """
     started = time.monotonic()
     config = common.config_from_flags(configs.PRESETS, flag_values)
@@ -139,13 +141,15 @@ def main(flag_values=flags.FLAGS):
         config, flag_values["data_dir"].value, output_dir
     )
 
-    print("\nvalidation, best weights:")
-    scores = evaluate.score(model, validation, config, unigram)
-    print(evaluate.table(scores))
+    scores = None
+    if common.scores_here(config):
+        print("\nvalidation, best weights:")
+        scores = evaluate.score(model, validation, config, unigram)
+        print(evaluate.table(scores))
 
     path = os.path.join(output_dir, "saved_model")
     example = next(iter(data.validation_dataset(validation, config)))[0]
-    difference = common.export(model, example, path)
+    difference = common.export(model, example[:1], path)
     print(
         f"\nSavedModel: {path}\n"
         f"reloaded, largest difference of a logit: {difference:.2g}\n"

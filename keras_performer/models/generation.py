@@ -87,7 +87,7 @@ class Generation:
         if seed is None:
             seed = random.randint(0, 2**31 - 1)
         arguments.check_integer("seed", seed, least=0)
-        prompts = _prompts(prompt_ids, mask)
+        prompts = _prompts(prompt_ids, mask, self.mask_zero)
         self._check_tokens("prompt_ids", np.concatenate(prompts))
         if end_id is not None:
             arguments.check_integer("end_id", end_id, least=0)
@@ -200,7 +200,9 @@ class Generation:
             tf.debugging.assert_positive(length, "The prompt is empty."),
             tf.debugging.assert_positive(num_tokens, "num_tokens > 0."),
             tf.debugging.assert_non_negative(temperature, "temperature >= 0."),
-            tf.debugging.assert_non_negative(ids, "ids >= 0."),
+            tf.debugging.assert_greater_equal(
+                ids, int(self.mask_zero), f"ids >= {int(self.mask_zero)}."
+            ),
             tf.debugging.assert_less(
                 ids,
                 self.vocabulary_size,
@@ -271,7 +273,7 @@ def continue_state(model, last, state, count, size, top_k, options):
         return ops.cast(x, last.dtype), *(new[name] for name in names)
 
     def logits(x, *_):
-        return model._predict(x)[:, 0]
+        return _drawable(model, model._predict(x)[:, 0])
 
     start = (last, *(state[name] for name in names))
     return _loop(start, logits, advance, count, size, top_k, options)
@@ -295,7 +297,8 @@ def continue_ids(model, ids, lengths, count, size, top_k, options):
         # What stands behind the last token changes nothing before it.
         index = (lengths - 1)[:, None, None]
         predicted = model(ids, training=False)
-        return ops.take_along_axis(predicted, index, axis=1)[:, 0]
+        last = ops.take_along_axis(predicted, index, axis=1)[:, 0]
+        return _drawable(model, last)
 
     def advance(token, ids, lengths):
         room = ops.shape(ids)[1]
@@ -306,6 +309,14 @@ def continue_ids(model, ids, lengths, count, size, top_k, options):
         return ops.where(own, token, ids), lengths
 
     return _loop((ids, lengths), logits, advance, count, size, top_k, options)
+
+
+def _drawable(model, logits):
+    """Logits `[B, V]`; those of padding, which is no token, are -inf."""
+    if not model.mask_zero:
+        return logits
+    padding = ops.arange(model.vocabulary_size)[None, :] == 0
+    return ops.where(padding, -float("inf"), logits)
 
 
 def _loop(start, logits, advance, count, size, top_k, options):
@@ -394,8 +405,8 @@ def _compile(model, function, use_xla):
     return call
 
 
-def _prompts(prompt_ids, mask):
-    """The prompts as a list of int32 arrays without padding."""
+def _prompts(prompt_ids, mask, mask_zero):
+    """The prompts as a list of integer arrays without padding."""
     if hasattr(prompt_ids, "to_list"):  # a ragged tensor
         prompt_ids = prompt_ids.to_list()
     try:
@@ -421,6 +432,8 @@ def _prompts(prompt_ids, mask):
                 f"mask.shape={mask.shape}"
             )
         rows = [row[keep != 0] for row, keep in zip(rows, mask)]
+    if mask_zero:
+        rows = [row[row != 0] for row in rows]
     for index, row in enumerate(rows):
         if not row.size:
             raise ValueError(

@@ -14,6 +14,7 @@ tf = pytest.importorskip("tensorflow", reason="the examples use tf.data")
 pytest.importorskip("skimage", reason="the examples use its photographs")
 
 from examples import common
+from examples import records
 from examples.imagenet64 import config as configs
 from examples.imagenet64 import data
 from examples.imagenet64 import evaluate
@@ -352,6 +353,25 @@ def test_images_to_complete_come_from_all_over(folder, tmp_path):
     assert len(generate.find_images("validation", None, config, 5)) == 5
     with pytest.raises(common.UserError, match="--complete.*absent"):
         generate.find_images(str(tmp_path / "absent"), None, config, 2)
+
+
+def test_images_to_complete_come_from_every_part(tmp_path):
+    # Parts of 1 and of 7 images, each of one value.
+    for part, values in enumerate(([10], range(20, 27))):
+        path = tmp_path / f"validation-{part:05d}-of-00002.tfrecord"
+        with tf.io.TFRecordWriter(str(path)) as file:
+            for value in values:
+                data = bytes([value]) * (64 * 64 * 3)
+                file.write(records.serialize(str(value), data))
+    for count, expected in (
+        (4, [10, 21, 23, 25]),
+        (99, [10, *range(20, 27)]),
+        (1, [10]),
+    ):
+        found = generate.find_images(
+            "validation", str(tmp_path), tiny_config(), count
+        )
+        assert list(found[:, 0, 0, 0]) == expected
 
 
 def test_drawn_images_lie_beside_the_model(untrained, tmp_path, capsys):

@@ -373,9 +373,12 @@ def test_a_pass_takes_every_image_once_and_each_in_another_order(folder):
         assert sorted(one) == list(range(10))
     assert len({tuple(one) for one in passes}) == 4
     # The images of a file come together, and the files in several orders.
-    first = {int(one[0]) // 5 for one in passes}
-    many = numbers(data.training_dataset(split, config), 20)[:, 0]
-    assert first <= {0, 1} and len({int(x > 4) for x in many}) == 2
+    many = numbers(data.training_dataset(split, config), 20)
+    sizes = split.sizes
+    of_first = many < sizes[0]
+    for row in of_first:
+        assert np.sum(row[1:] != row[:-1]) == 1
+    assert 0 < of_first[:, 0].sum() < 20
 
 
 def test_training_is_the_same_for_the_same_seed_only(folder):
@@ -397,19 +400,12 @@ def test_skipping_begins_at_the_same_batch(folder, shard):
         np.testing.assert_array_equal(numbers(rest, 2), every[skip:][:2])
 
 
-def test_skipping_reads_no_image(folder, monkeypatch):
+def test_skipping_reads_no_image(folder):
     split = data.load(folder, "train")
-    visited = []
-    read = split.read
-
-    def count(part):
-        visited.append(part)
-        return read(part)
-
-    monkeypatch.setattr(split, "read", count)
-    # A billion batches: more than could be read.
-    data.training_dataset(split, CONFIG, skip=10**9)
-    assert len(visited) <= 1  # traced once
+    # A billion batches: more than could be read in a year.
+    dataset = data.training_dataset(split, CONFIG, skip=10**9)
+    (batch,) = dataset.take(1)
+    assert batch[0].shape == dataset.element_spec[0].shape
 
 
 def test_shards_are_disjoint_and_complete(folder):

@@ -3,8 +3,8 @@
 import dataclasses
 import importlib
 import math
+import types
 
-import keras
 import pytest
 
 tf = pytest.importorskip("tensorflow", reason="the examples use tf.data")
@@ -34,9 +34,13 @@ def config_of(task, preset, **changes):
 def build(task, config):
     """The compiled model of a config."""
     train = module(task, "train")
-    sizes = (config.vocabulary_size,) if task == "pg19" else ()
-    model = train.build_model(config, *sizes)
-    metrics = [keras.metrics.SparseCategoricalAccuracy()]
+    if task == "pg19":
+        size = config.vocabulary_size
+        tokenizer = types.SimpleNamespace(bytes_per_token=[1] * size)
+        model = train.build_model(config, size)
+        metrics = train.metrics(tokenizer)
+    else:
+        model, metrics = train.build_model(config), train.metrics()
     common.compile_model(model, config, metrics)
     return model
 

@@ -160,6 +160,37 @@ def test_a_file_that_was_changed_is_told(tmp_path):
         prepare(source, out)
 
 
+def test_a_split_of_another_run_may_be_unfinished(tmp_path, monkeypatch):
+    source, out = books(tmp_path / "in"), tmp_path / "out"
+    read = data.raw_examples
+
+    def killed(*arguments):
+        for index, example in enumerate(read(*arguments)):
+            if index == 4:
+                raise KeyboardInterrupt
+            yield example
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "raw_examples", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source, out, "--splits=train")
+    assert prepare(source, out, "--splits=test") == {"test": 1}
+    assert (out / "SHA256SUMS").read_text().count("\n") == 1
+    assert prepare(source, out)["train"] == 9
+    assert (out / "SHA256SUMS").read_text().count("\n") == 5
+
+
+def test_files_of_an_earlier_preparation_are_replaced(tmp_path):
+    source, out = books(tmp_path / "in"), tmp_path / "out"
+    prepare(source, out)
+    (out / "progress.json").unlink()
+    with pytest.raises(common.UserError, match="both of 3 and of 4. Delete"):
+        (out / "train-00000-of-00004.tfrecord").touch()
+        records.files(str(out), "train")
+    prepare(source, out, "--file_megabytes=2")
+    assert len(records.files(str(out), "train")) == 2
+
+
 def test_other_settings_and_splits_are_refused(tmp_path):
     source, out = books(tmp_path / "in"), tmp_path / "out"
     with pytest.raises(common.UserError, match=r"--splits .*\['dev'\]"):
@@ -178,6 +209,9 @@ def test_a_vocabulary_is_built_and_read(tmp_path, capsys):
          "--vocabulary_size=40", "--megabytes=1"]
     )
     build_vocabulary.main(values)
+    values["output"].value = str(tmp_path / "absent" / "v.txt")
+    with pytest.raises(common.UserError, match="--output: .*absent"):
+        build_vocabulary.main(values)
     tokenizer = data.WordPieceTokenizer.read(str(path), 40)
     assert f"{tokenizer.vocabulary_size} pieces" in capsys.readouterr().out
     ids = tokenizer.tokenize(["1 text 2 text"])[0]

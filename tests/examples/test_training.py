@@ -105,12 +105,13 @@ def killing(owner, name, count):
 
 
 @pytest.mark.parametrize(
-    "owner, name, count",
+    "owner, name, count, done",
     [
         pytest.param(
             common.StopWhenNotFinite,
             "on_train_batch_end",
             1,
+            None,
             id="first-step",
             marks=pytest.mark.slow,
         ),
@@ -118,35 +119,43 @@ def killing(owner, name, count):
             common.StopWhenNotFinite,
             "on_train_batch_end",
             4,
+            2,
             id="in-an-epoch",
             marks=pytest.mark.slow,
         ),
         # After the checkpoints of the second epoch.
-        pytest.param(backup.Backup, "on_epoch_end", 2, id="before-a-backup"),
+        pytest.param(
+            backup.Backup, "on_epoch_end", 2, 2, id="before-a-backup"
+        ),
         pytest.param(
             common.Throughput,
             "on_epoch_begin",
             3,
+            4,
             id="after-a-backup",
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_a_killed_run_ends_as_an_unbroken_one(
-    owner, name, count, books, whole, tmp_path, monkeypatch
+    owner, name, count, done, books, whole, tmp_path, monkeypatch, capsys
 ):
     broken = tmp_path / "broken"
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, killing(owner, name, count))
         with pytest.raises(Killed):
             train.train(CONFIG, books, str(broken), verbose=0)
+    capsys.readouterr()
     model, _ = train.train(CONFIG, books, str(broken), verbose=0)
+    said = f"continuing after step {done}\n" in capsys.readouterr().out
+    assert said == (done is not None)
     assert_same(weights(broken), weights(whole))
     best = keras.models.load_model(whole / "best.keras")
     for one, other in zip(model.weights, best.weights, strict=True):
         np.testing.assert_array_equal(one, other)
     # All is done, but what comes after training may still be cut off.
     train.train(CONFIG, books, str(broken), verbose=0)
+    assert "continuing after step 6\n" in capsys.readouterr().out
     assert_same(weights(broken), weights(whole))
     common.finish(str(broken))
     assert not (broken / common.BACKUP).exists()
@@ -154,6 +163,8 @@ def test_a_killed_run_ends_as_an_unbroken_one(
 
 def test_another_unfinished_run_is_refused(books, whole, tmp_path):
     shutil.copy(whole / common.BACKUP, tmp_path)
+    with pytest.raises(common.UserError, match="another data_dir. Give"):
+        train.train(CONFIG, None, str(tmp_path), verbose=0)
     other = dataclasses.replace(CONFIG, learning_rate=0.5, num_layers=2)
     with pytest.raises(
         common.UserError, match="another learning_rate, num_layers"
@@ -300,9 +311,44 @@ def test_a_missing_tpu_is_told():
         common.make_strategy(config)
 
 
-def test_xla_is_not_asked_for_on_a_tpu():
-    with pytest.raises(common.UserError, match="`jit_compile`.*tpu"):
-        dataclasses.replace(CONFIG, distribution="tpu", jit_compile=True)
+@pytest.mark.parametrize("distribution", ["mirrored", "tpu"])
+@pytest.mark.parametrize(
+    "name, value", [("jit_compile", True), ("dtype_policy", "mixed_float16")]
+)
+def test_what_replicas_cannot_do_is_refused(distribution, name, value):
+    change = {"distribution": distribution, name: value}
+    with pytest.raises(common.UserError, match=f"`{name}`.*with replicas"):
+        dataclasses.replace(CONFIG, **change)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_row_read_often_has_one_gradient(clip):
+    # Row 0 of a table was read three times: the norm is that of the sum.
+    slices = tf.IndexedSlices(
+        tf.ones((4, 2)), tf.constant([0, 0, 0, 1]), tf.constant([3, 2])
+    )
+    optimizer = common.make_optimizer(0.1, 0, 10, 0.0, clip)
+    (found,) = optimizer._clip_gradients([slices])
+    dense = np.array([[3.0, 3.0], [1.0, 1.0], [0.0, 0.0]])
+    norm = 1.0 if clip is None else np.linalg.norm(dense)
+    np.testing.assert_allclose(found, dense / norm, rtol=1e-6)
+
+
+def test_weights_that_broke_in_the_last_step_are_not_kept():
+    guard = common.StopWhenNotFinite()
+    guard.set_model(keras.Sequential([keras.Input((2,))]))
+    guard.model.compile(common.make_optimizer(0.1, 0, 8, 0.0, None), "mse")
+    guard.on_epoch_end(0, {"loss": 1.0, "val_loss": 2.0})
+    with pytest.raises(common.UserError, match="loss became nan at step 0"):
+        guard.on_epoch_end(0, {"loss": 1.0, "val_loss": float("nan")})
+    # It comes before whatever keeps weights.
+    kinds = [type(one) for one in common.training_callbacks("x", "val_loss")]
+    keepers = [
+        index
+        for index, kind in enumerate(kinds)
+        if issubclass(kind, keras.callbacks.ModelCheckpoint)
+    ]
+    assert kinds.index(common.StopWhenNotFinite) < min(keepers)
 
 
 def test_throughput_leaves_validation_out():

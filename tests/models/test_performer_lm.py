@@ -307,6 +307,25 @@ def test_exact_attention_and_full_tables_run_anew():
         learned(ids[None])
 
 
+def test_padding_is_never_drawn_and_never_read():
+    model = make(mask_zero=True, tie_embeddings=False)
+    # Padding would be by far the likeliest token.
+    bias = np.zeros(model.vocabulary_size)
+    bias[0] = 50.0
+    model.head.bias.assign(bias)
+    prompt = tokens(1, 5)[0] % (model.vocabulary_size - 1) + 1
+    for options in ({"temperature": 0}, {"top_p": 0.9}, {"top_k": 3}):
+        new = model.generate([prompt], 9, seed=3, **options)
+        assert np.all(new > 0)
+        # Zeros of a prompt are padding, wherever they stand.
+        padded = np.insert(prompt, [0, 2, 5], 0)
+        np.testing.assert_array_equal(
+            model.generate([padded], 9, seed=3, **options), new
+        )
+    with pytest.raises(ValueError, match="none in row 0"):
+        model.generate([[0, 0]], 3)
+
+
 def test_generation_ends_where_a_sequence_ends():
     model = make()
     prompts = tokens(3, 4)
