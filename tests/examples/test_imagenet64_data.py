@@ -48,7 +48,7 @@ def write_npz(path, images, save=np.savez_compressed, **arrays):
 @pytest.fixture
 def folder(tmp_path):
     """ImageNet64's layout: files of 5, 1 and 4 images, and 4 to validate."""
-    for number, (first, count) in {1: (0, 5), 2: (5, 1), 10: (6, 4)}.items():
+    for number, (first, count) in {1: (0, 5), 2: (5, 1), 3: (6, 4)}.items():
         write_npz(
             tmp_path / f"train_data_batch_{number}.npz",
             numbered(count, first),
@@ -82,7 +82,7 @@ def test_official_files_give_their_images_in_natural_order(folder):
     np.testing.assert_array_equal(all_images(split), np.concatenate(expected))
     validation = data.load(folder, "validation")
     np.testing.assert_array_equal(all_images(validation), numbered(4, 100))
-    assert split.name(2, 3) == "train_data_batch_10/3"
+    assert split.name(2, 3) == "train_data_batch_3/3"
 
 
 def test_raw_examples_are_bytes_in_raster_order(folder):
@@ -109,7 +109,7 @@ def test_records_give_what_was_written(folder, tmp_path):
     np.testing.assert_array_equal(
         all_images(split), all_images(data.load(folder, "train"))
     )
-    assert split.name(1, 2) == "train_data_batch_10/3"
+    assert split.name(1, 2) == "train_data_batch_3/3"
     assert list(data.raw_examples(str(target), "train")) == examples
 
 
@@ -374,11 +374,61 @@ def test_a_pass_takes_every_image_once_and_each_in_another_order(folder):
     assert len({tuple(one) for one in passes}) == 4
     # The images of a file come together, and the files in several orders.
     many = numbers(data.training_dataset(split, config), 20)
-    sizes = split.sizes
-    of_first = many < sizes[0]
-    for row in of_first:
-        assert np.sum(row[1:] != row[:-1]) == 1
-    assert 0 < of_first[:, 0].sum() < 20
+    files = np.searchsorted(np.cumsum(split.sizes), many, side="right")
+    assert np.all((files[:, 1:] != files[:, :-1]).sum(axis=1) == 2)
+    assert set(files[:, 0]) == {0, 1, 2}
+
+
+def test_files_come_by_their_number_and_none_is_missing(tmp_path):
+    for number in range(1, 12):
+        (tmp_path / f"train_data_batch_{number}.npz").touch()
+    found = data._npz_paths(str(tmp_path), "train")
+    names = [f"train_data_batch_{number}.npz" for number in range(1, 12)]
+    assert [path.rsplit("/")[-1] for path in found] == names
+    (tmp_path / "train_data_batch_7.npz").unlink()
+    with pytest.raises(common.UserError, match="batch_7.npz is missing"):
+        data.load(str(tmp_path), "train")
+
+
+def test_two_forms_of_a_split_are_refused(folder, tmp_path):
+    (tmp_path / "train").mkdir()
+    with pytest.raises(common.UserError, match="more than one form.*'train'"):
+        data.load(folder, "train")
+
+
+def test_a_picture_of_sixteen_bits_keeps_its_greys(tmp_path):
+    ramp = np.linspace(0, 65535, 64).astype("uint16")
+    picture = Image.fromarray(np.tile(ramp, (64, 1)))
+    picture.save(tmp_path / "ramp.png")
+    split = data.read_folder(str(tmp_path))
+    pixels = split.images(split.read(tf.constant(0, tf.int64)))
+    np.testing.assert_array_equal(pixels[0, 5, :, 0], ramp >> 8)
+
+
+def test_whatever_a_reader_raises_a_file_is_left_out(
+    tmp_path, monkeypatch, capsys
+):
+    for name in "ab":
+        Image.new("RGB", (64, 64)).save(tmp_path / f"{name}.png")
+    decode = data._decode
+
+    def broken(path):
+        if path.endswith("a.png"):
+            raise TypeError("bad operand type for abs(): 'str'")
+        return decode(path)
+
+    monkeypatch.setattr(data, "_decode", broken)
+    assert data.read_folder(str(tmp_path)).num_images == 1
+    assert "left out 1 of 2 files" in capsys.readouterr().out
+
+
+def test_records_are_made_of_pictures_one_at_a_time(tmp_path, monkeypatch):
+    (tmp_path / "train").mkdir()
+    for name in "abc":
+        Image.new("RGB", (64, 64)).save(tmp_path / "train" / f"{name}.png")
+    monkeypatch.setattr(data, "load", lambda *_: pytest.fail("read whole"))
+    names = [name for name, _ in data.raw_examples(str(tmp_path), "train")]
+    assert names == ["a.png", "b.png", "c.png"]
 
 
 def test_training_is_the_same_for_the_same_seed_only(folder):
