@@ -78,6 +78,7 @@ def lowered_step(task, config):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.parametrize("task, preset", PRESETS)
 def test_the_step_of_a_preset_compiles_for_a_tpu(task, preset):
@@ -86,6 +87,7 @@ def test_the_step_of_a_preset_compiles_for_a_tpu(task, preset):
         assert compile_for_tpu.compile_text(text, topology).fits, topology
 
 
+@pytest.mark.slow
 @pytest.mark.tpu
 @pytest.mark.parametrize("task, preset", PAPER)
 def test_the_step_of_the_paper_compiles_for_a_tpu(task, preset):
