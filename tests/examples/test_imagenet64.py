@@ -268,7 +268,8 @@ def image_tags(folder):
     }
 
 
-def test_o65_train_and_evaluate_offline(folder, tmp_path, capsys, no_network):
+@pytest.mark.slow
+def test_a_run_from_flags_to_pictures(folder, tmp_path, capsys, no_network):
     run = tmp_path / "run"
     train.main(
         parse(
@@ -328,7 +329,7 @@ def untrained(tmp_path):
     return path
 
 
-def test_train_without_any_data(tmp_path, capsys, no_network):
+def test_o65_train_without_any_data(tmp_path, capsys, no_network):
     # main() with no --data_dir: what the command does in an empty checkout.
     arguments = ["--steps=1", "--validation_every=1", "--sample_images=0"]
     arguments += ["--feature_map=relu", "--local_window=none"]

@@ -391,7 +391,8 @@ def read_curve(folder):
         return list(csv.DictReader(file))
 
 
-def test_o65_train_and_evaluate_offline(books, tmp_path, capsys, no_network):
+@pytest.mark.slow
+def test_a_run_from_flags_to_text(books, tmp_path, capsys, no_network):
     folder = tmp_path / "run"
     train.main(
         parse(
@@ -438,7 +439,7 @@ def test_o65_train_and_evaluate_offline(books, tmp_path, capsys, no_network):
     assert capsys.readouterr().out.startswith("The value of ")
 
 
-def test_train_without_any_data(tmp_path, capsys, no_network, small_model):
+def test_o65_train_without_any_data(tmp_path, capsys, no_network, small_model):
     # main() with no --data_dir: what the command does in an empty checkout.
     arguments = ["--steps=1", "--validation_every=1", "--sample_tokens=3"]
     arguments.append(f"--output_dir={tmp_path}")

@@ -309,9 +309,9 @@ def read_curve(folder):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @every_task
-def test_o65_train_and_evaluate_offline(
+def test_a_run_from_flags_to_scores(
     task, families, tmp_path, capsys, no_network
 ):
     folder = tmp_path / "run"
@@ -363,7 +363,7 @@ def test_o65_train_and_evaluate_offline(
     assert scores[0].residues > 0
 
 
-def test_training_without_any_data_dir(tmp_path, capsys, no_network):
+def test_o65_train_without_any_data(tmp_path, capsys, no_network):
     arguments = ["--steps=1", "--validation_every=1", "--concatenate"]
     train.main(parse(*TINY, *arguments, f"--output_dir={tmp_path}"))
     printed = capsys.readouterr().out
