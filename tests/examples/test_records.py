@@ -1,9 +1,12 @@
 """TFRecord files of the examples, and the tool that writes them."""
 
 import hashlib
+import importlib
 import subprocess
 
+import numpy as np
 import pytest
+from PIL import Image
 
 tf = pytest.importorskip("tensorflow", reason="the examples use tf.data")
 pytest.importorskip("tensorflow_text", reason="the examples tokenise by it")
@@ -80,11 +83,11 @@ def books(folder):
     return str(folder)
 
 
-def prepare(source, folder, *arguments):
+def prepare(source, folder, *arguments, task="pg19"):
     values = flags.FlagValues()
     prepare_data.define_flags(values)
     values(
-        ["prepare_data", "--task=pg19", f"--source={source}",
+        ["prepare_data", f"--task={task}", f"--source={source}",
          f"--output_dir={folder}", "--file_megabytes=1", *arguments]
     )
     return prepare_data.main(values)
@@ -198,6 +201,36 @@ def test_other_settings_and_splits_are_refused(tmp_path):
     prepare(source, out, "--splits=test")
     with pytest.raises(common.UserError, match="holds files of .*Received"):
         prepare(str(tmp_path), out)
+
+
+def images(folder):
+    for split in ("train", "validation"):
+        (folder / split).mkdir(parents=True)
+        for index in range(3):
+            data = np.full((64, 64, 3), 40 * index, "uint8")
+            image = Image.fromarray(data)
+            image.save(folder / split / f"{index}.png")
+
+
+def proteins(folder):
+    folder.mkdir()
+    for split in ("train", "validation", "test"):
+        (folder / f"{split}.fasta").write_text(">a\nMKV\n>b\nWW\nAC\n")
+
+
+@pytest.mark.parametrize(
+    "task, write_source", [("imagenet64", images), ("protein", proteins)]
+)
+def test_the_other_examples_are_prepared(task, write_source, tmp_path):
+    source, out = str(tmp_path / "in"), tmp_path / "out"
+    write_source(tmp_path / "in")
+    counts = prepare(source, out, task=task)
+    examples = importlib.import_module(f"examples.{task}.data")
+    assert set(counts) == set(examples.SPLITS)
+    for split, count in counts.items():
+        expected = list(examples.raw_examples(source, split))
+        assert list(examples.raw_examples(str(out), split)) == expected
+        assert len(expected) == count > 1
 
 
 def test_a_vocabulary_is_built_and_read(tmp_path, capsys):

@@ -1,6 +1,8 @@
 """Training of the pipelines: killed and started again, and on replicas."""
 
+import csv
 import dataclasses
+import importlib
 import os
 import shutil
 import signal
@@ -297,6 +299,63 @@ def test_replicas_with_dropout_train_alike(books, tmp_path):
     _, without = train_on("none", tmp_path / "c", books, dropout=0.0)
     assert np.all(np.isfinite(found))
     assert not np.allclose(found[:, 0], without[:, 0], rtol=1e-3)
+
+
+OTHERS = {
+    "imagenet64": {"image_size": 4, "sample_images": 0, "local_window": None},
+    "protein": {"sequence_length": 24, "local_window": None},
+}
+
+
+def train_other(task, folder, **changes):
+    """A run of another pipeline on what it brings along; its callbacks'."""
+    module = importlib.import_module(f"examples.{task}.train")
+    options = {
+        field.name: getattr(CONFIG, field.name)
+        for field in dataclasses.fields(common.TrainingConfig)
+    }
+    options |= {"feature_map": "relu", "batch_size": 8, **OTHERS[task]}
+    config = module.configs.Config(
+        **{**options, "validation_batches": 2, **changes}
+    )
+    module.train(config, None, str(folder), verbose=0)
+    with open(folder / "curve.csv") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", OTHERS)
+def test_the_others_go_on_too(task, tmp_path, monkeypatch):
+    # Padding, masks and learned positions are what these have.
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train_other(task, whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            backup.Backup,
+            "on_epoch_end",
+            killing(backup.Backup, "on_epoch_end", 2),
+        )
+        with pytest.raises(Killed):
+            train_other(task, broken)
+    train_other(task, broken)
+    assert_same(weights(broken), weights(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", OTHERS)
+def test_replicas_train_the_others_as_one_device(task, tmp_path):
+    change = {"dropout": 0.0}
+    if task == "protein":
+        change["task"] = "masked"  # replicas whose weights differ in sum
+    one = train_other(task, tmp_path / "a", **change)
+    many = train_other(
+        task, tmp_path / "b", distribution="mirrored", **change
+    )
+    for row, other in zip(one, many, strict=True):
+        for name in ("loss", "val_loss"):
+            assert float(other[name]) == pytest.approx(
+                float(row[name]), rel=1e-4
+            )
 
 
 def test_a_batch_must_fit_the_replicas():
