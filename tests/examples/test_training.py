@@ -73,6 +73,17 @@ def quiet():
         yield
 
 
+@pytest.fixture(autouse=True)
+def replicas(two_replicas, monkeypatch):
+    """The strategy that all tests of a process share, see there."""
+    strategy = common._strategy
+
+    def shared(name):
+        return two_replicas if name == "mirrored" else strategy(name)
+
+    monkeypatch.setattr(common, "_strategy", shared)
+
+
 def weights(folder):
     """Weights of `last.keras`, and the curve."""
     model = keras.models.load_model(folder / "last.keras")
@@ -256,14 +267,41 @@ def train_on(distribution, folder, books, **changes):
 
 @pytest.mark.slow
 def test_replicas_train_as_one_device(books, tmp_path):
-    # Dropout draws other numbers on each replica, so it is left out here.
+    # Dropout draws for each replica's own rows, so it is left out here.
     one, expected = train_on("none", tmp_path / "a", books, dropout=0.0)
     many, found = train_on("mirrored", tmp_path / "b", books, dropout=0.0)
-    # Sums over four replicas are added in another order: 6 steps of Adam
-    # carry float32 roundings on.
+    # Sums over replicas are added in another order: 6 steps of Adam carry
+    # float32 roundings on.
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     for weight, other in zip(one.weights, many.weights, strict=True):
         np.testing.assert_allclose(weight, other, rtol=1e-3, atol=1e-4)
+
+
+FOUR = """
+import sys
+import pathlib
+import tensorflow as tf
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 4)
+from examples import common
+from tests.examples import test_training as tests
+folder, books = pathlib.Path(sys.argv[1]), sys.argv[2]
+config = tests.dataclasses.replace(
+    tests.CONFIG, distribution="mirrored", batch_size=8)
+assert common.make_strategy(config).num_replicas_in_sync == 4
+tests.train._show_text = common._probe = lambda *arguments: None
+_, expected = tests.train_on("none", folder / "a", books, dropout=0.0)
+_, found = tests.train_on("mirrored", folder / "b", books, dropout=0.0)
+tests.np.testing.assert_allclose(found, expected, rtol=1e-4)
+"""
+
+
+@pytest.mark.slow
+def test_four_logical_devices_train_as_one(books, tmp_path):
+    # In a process of its own, where no other strategy is.
+    command = [sys.executable, "-c", FOUR, str(tmp_path), books]
+    subprocess.run(command, check=True)
 
 
 def test_the_loss_is_a_weighted_mean_of_the_whole_batch():
@@ -359,8 +397,8 @@ def test_replicas_train_the_others_as_one_device(task, tmp_path):
 
 
 def test_a_batch_must_fit_the_replicas():
-    config = dataclasses.replace(CONFIG, distribution="mirrored", batch_size=6)
-    with pytest.raises(common.UserError, match="a multiple of the 4 replicas"):
+    config = dataclasses.replace(CONFIG, distribution="mirrored", batch_size=5)
+    with pytest.raises(common.UserError, match="a multiple of the 2 replicas"):
         common.make_strategy(config)
 
 
