@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import importlib
-import os
 import shutil
 import signal
 import subprocess
@@ -227,7 +226,7 @@ def test_mixed_precision_goes_on_too(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.5, 2.0, 4.0])
 def test_a_process_that_was_killed_goes_on(books, tmp_path, seconds):
-    """The command itself, killed so long after its first checkpoint."""
+    """The command itself, killed so long after its first backup."""
     command = [sys.executable, "-m", "examples.pg19.train"]
     for field in dataclasses.fields(CONFIG):
         value = getattr(CONFIG, field.name)
@@ -240,13 +239,12 @@ def test_a_process_that_was_killed_goes_on(books, tmp_path, seconds):
     process = subprocess.Popen(
         commands[1], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    while not (folders[1] / "last.keras").exists():
+    while not (folders[1] / common.BACKUP).exists():
         assert process.poll() is None
         time.sleep(0.05)
     time.sleep(seconds)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert os.path.exists(folders[1] / common.BACKUP)
     subprocess.run(commands[1], check=True, capture_output=True)
     assert_same(*(weights(folder) for folder in reversed(folders)))
 
@@ -345,14 +343,14 @@ OTHERS = {
 }
 
 
-def train_other(task, folder, **changes):
+def train_other(pipeline, folder, **changes):
     """A run of another pipeline on what it brings along; its callbacks'."""
-    module = importlib.import_module(f"examples.{task}.train")
+    module = importlib.import_module(f"examples.{pipeline}.train")
     options = {
         field.name: getattr(CONFIG, field.name)
         for field in dataclasses.fields(common.TrainingConfig)
     }
-    options |= {"feature_map": "relu", "batch_size": 8, **OTHERS[task]}
+    options |= {"feature_map": "relu", "batch_size": 8, **OTHERS[pipeline]}
     config = module.configs.Config(
         **{**options, "validation_batches": 2, **changes}
     )
@@ -362,11 +360,11 @@ def train_other(task, folder, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", OTHERS)
-def test_the_others_go_on_too(task, tmp_path, monkeypatch):
+@pytest.mark.parametrize("pipeline", OTHERS)
+def test_the_others_go_on_too(pipeline, tmp_path, monkeypatch):
     # Padding, masks and learned positions are what these have.
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train_other(task, whole)
+    train_other(pipeline, whole)
     with monkeypatch.context() as patch:
         patch.setattr(
             backup.Backup,
@@ -374,20 +372,20 @@ def test_the_others_go_on_too(task, tmp_path, monkeypatch):
             killing(backup.Backup, "on_epoch_end", 2),
         )
         with pytest.raises(Killed):
-            train_other(task, broken)
-    train_other(task, broken)
+            train_other(pipeline, broken)
+    train_other(pipeline, broken)
     assert_same(weights(broken), weights(whole))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", OTHERS)
-def test_replicas_train_the_others_as_one_device(task, tmp_path):
+@pytest.mark.parametrize("pipeline", OTHERS)
+def test_replicas_train_the_others_as_one_device(pipeline, tmp_path):
     change = {"dropout": 0.0}
-    if task == "protein":
+    if pipeline == "protein":
         change["task"] = "masked"  # replicas whose weights differ in sum
-    one = train_other(task, tmp_path / "a", **change)
+    one = train_other(pipeline, tmp_path / "a", **change)
     many = train_other(
-        task, tmp_path / "b", distribution="mirrored", **change
+        pipeline, tmp_path / "b", distribution="mirrored", **change
     )
     for row, other in zip(one, many, strict=True):
         for name in ("loss", "val_loss"):
