@@ -61,8 +61,9 @@ class Smoke(Config):
     """Shows that everything works, on the text that Python brings along.
 
     Command: python -m examples.pg19.train
-    Time: 3.5 minutes on 2 CPU cores, evaluation and export included.
-    Score: 2.88 bits per byte. With 320 kB of training text this is no
+    Time: 4 minutes on 2 CPU cores beside other work, evaluation and export
+    included.
+    Score: 2.90 bits per byte. With 320 kB of training text this is no
     language model; it learns to spell and to format.
     """
 
@@ -81,8 +82,8 @@ class Small(Config):
 
     Command: python -m examples.pg19.train --preset=small --data_dir=DIR
     Time: 45 minutes on one CPU core (23 minutes of it computing).
-    Score: 2.30 bits per byte on a novel after training on five books; see
-    README.md.
+    Score: 2.30 bits per byte on a novel after training on five books, with
+    --mix_documents; see README.md.
     """
 
     batch_size: int = 4
