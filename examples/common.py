@@ -30,6 +30,7 @@ from keras_performer import PerformerLM
 from keras_performer import callbacks as performer_callbacks
 from keras_performer import feature_maps
 from keras_performer import saving
+from keras_performer.feature_maps import Exact
 
 BACKUP = "backup.npz"
 DISTRIBUTIONS = ("none", "mirrored", "tpu")
@@ -774,12 +775,30 @@ def fit(
     return model
 
 
-def load_model(path):
+def load_model(path, state_for=None):
     """A `.keras` file or an exported SavedModel folder as a callable.
 
+    Args:
+        path: string.
+        state_for: name of the flag that needs a model which continues a
+            sequence from a state, or None.
+
     Raises:
-        UserError: it is neither.
+        UserError: it is neither, or has no state.
     """
+    model = _load_model(path)
+    if state_for is not None:
+        exact = isinstance(getattr(model, "feature_map", None), Exact)
+        if exact or not isinstance(model, PerformerLM):
+            raise UserError(
+                f"{state_for}: expected the .keras file of a model that "
+                "carries a state, not of exact attention. Received: "
+                f"{path}"
+            )
+    return model
+
+
+def _load_model(path):
     if os.path.isdir(path):
         try:
             return saving.load_saved_model(path)
@@ -796,6 +815,30 @@ def load_model(path):
         return keras.saving.load_model(path, compile=False)
     except (OSError, ValueError) as error:
         raise UserError(f"--model: cannot load {path}: {error}") from error
+
+
+def define_evaluation_flags(
+    splits, data_help, split_help, flag_values=flags.FLAGS
+):
+    """Defines `--model`, `--data_dir` and `--split`.
+
+    Args:
+        splits: tuple of strings.
+        data_help: string, help of `--data_dir`.
+        split_help: string, help of `--split`.
+        flag_values: `absl.flags.FlagValues` that receives the flags.
+    """
+    flags.DEFINE_string(
+        "model",
+        None,
+        "A .keras file or an exported SavedModel folder.",
+        flag_values=flag_values,
+        required=True,
+    )
+    flags.DEFINE_string("data_dir", None, data_help, flag_values=flag_values)
+    flags.DEFINE_enum(
+        "split", "validation", splits, split_help, flag_values=flag_values
+    )
 
 
 def export(model, example, path):

@@ -145,26 +145,12 @@ def evaluate(path, data_dir, split, verbose=1):
 
 def define_flags(flag_values=flags.FLAGS):
     """Defines the flags of this command."""
-    flags.DEFINE_string(
-        "model",
-        None,
-        "A .keras file or an exported SavedModel folder.",
-        flag_values=flag_values,
-        required=True,
-    )
-    flags.DEFINE_string(
-        "data_dir",
-        None,
+    common.define_evaluation_flags(
+        data.SPLITS,
         "Folder of images, npz or record files, or tfds:NAME; none: the "
         "photographs inside scikit-image.",
-        flag_values=flag_values,
-    )
-    flags.DEFINE_enum(
-        "split",
-        "validation",
-        data.SPLITS,
         "Which images.",
-        flag_values=flag_values,
+        flag_values,
     )
 
 

@@ -19,8 +19,6 @@ from absl import flags
 from examples import common
 from examples.imagenet64 import config as configs
 from examples.imagenet64 import data
-from keras_performer import PerformerLM
-from keras_performer.feature_maps import Exact
 
 
 def complete(model, given, length, temperature=1.0, seed=0, **options):
@@ -170,13 +168,7 @@ def load(path):
     Raises:
         examples.common.UserError: it is none.
     """
-    model = common.load_model(path)
-    exact = isinstance(getattr(model, "feature_map", None), Exact)
-    if not isinstance(model, PerformerLM) or exact:
-        raise common.UserError(
-            "--model: expected the .keras file of a model that carries a "
-            f"state, not of exact attention. Received: {path}"
-        )
+    model = common.load_model(path, "--model")
     folder = os.path.dirname(os.path.abspath(path))
     return model, common.read_config(configs.Config, folder)
 

@@ -19,8 +19,6 @@ from keras import ops
 from examples import common
 from examples.pg19 import config as configs
 from examples.pg19 import data
-from keras_performer import PerformerLM
-from keras_performer.feature_maps import Exact
 
 
 @keras.saving.register_keras_serializable("keras_performer_examples")
@@ -242,12 +240,6 @@ def prompt_ids(tokenizer, prompt):
     return [0] + [int(i) for i in tokenizer.tokenize([prompt])[0]]
 
 
-def has_state(model):
-    """Whether a loaded model can continue a sequence from a state."""
-    exact = isinstance(getattr(model, "feature_map", None), Exact)
-    return isinstance(model, PerformerLM) and not exact
-
-
 def evaluate(path, data_dir, split, verbose=1, carry_state=False):
     """Loads a saved model and scores it on one split.
 
@@ -266,12 +258,7 @@ def evaluate(path, data_dir, split, verbose=1, carry_state=False):
             state.
     """
     folder = os.path.dirname(os.path.abspath(path))
-    model = common.load_model(path)
-    if carry_state and not has_state(model):
-        raise common.UserError(
-            "--carry_state: expected the .keras file of a model that carries "
-            f"a state, not of exact attention. Received: {path}"
-        )
+    model = common.load_model(path, "--carry_state" if carry_state else None)
     config = common.read_config(configs.Config, folder)
     tokenizer = load_tokenizer(config, folder)
     documents = data.load(data_dir, split)
@@ -282,25 +269,11 @@ def evaluate(path, data_dir, split, verbose=1, carry_state=False):
 
 def define_flags(flag_values=flags.FLAGS):
     """Defines the flags of this command."""
-    flags.DEFINE_string(
-        "model",
-        None,
-        "A .keras file or an exported SavedModel folder.",
-        flag_values=flag_values,
-        required=True,
-    )
-    flags.DEFINE_string(
-        "data_dir",
-        None,
-        "Folder in PG-19's layout; none: Python's own documentation.",
-        flag_values=flag_values,
-    )
-    flags.DEFINE_enum(
-        "split",
-        "validation",
+    common.define_evaluation_flags(
         data.SPLITS,
+        "Folder in PG-19's layout; none: Python's own documentation.",
         "Which texts.",
-        flag_values=flag_values,
+        flag_values,
     )
     flags.DEFINE_bool(
         "carry_state",

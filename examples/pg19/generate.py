@@ -107,12 +107,7 @@ def main(options=flags.FLAGS):
     """Runs the command."""
     if options.top_p == 0:
         raise common.UserError("--top_p: expected more than 0. Received: 0")
-    model = common.load_model(options.model)
-    if not evaluate.has_state(model):
-        raise common.UserError(
-            "--model: expected the .keras file of a model that carries a "
-            f"state, not of exact attention. Received: {options.model}"
-        )
+    model = common.load_model(options.model, "--model")
     folder = os.path.dirname(os.path.abspath(options.model))
     config = common.read_config(configs.Config, folder)
     tokenizer = evaluate.load_tokenizer(config, folder)

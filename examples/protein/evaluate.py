@@ -196,25 +196,11 @@ def evaluate(path, data_dir, split, verbose=1):
 
 def define_flags(flag_values=flags.FLAGS):
     """Defines the flags of this command."""
-    flags.DEFINE_string(
-        "model",
-        None,
-        "A .keras file or an exported SavedModel folder.",
-        flag_values=flag_values,
-        required=True,
-    )
-    flags.DEFINE_string(
-        "data_dir",
-        None,
-        "As in training, or one FASTA file; none: the 200 proteins here.",
-        flag_values=flag_values,
-    )
-    flags.DEFINE_enum(
-        "split",
-        "validation",
+    common.define_evaluation_flags(
         data.SPLITS,
+        "As in training, or one FASTA file; none: the 200 proteins here.",
         "Which proteins of a folder.",
-        flag_values=flag_values,
+        flag_values,
     )
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import gzip
 import json
 import math
-import socket
 
 import keras
 import numpy as np
@@ -46,14 +45,6 @@ def parse(*arguments):
 def tiny_config(*arguments):
     flag_values = parse(*TINY, *arguments)
     return common.config_from_flags(configs.PRESETS, flag_values)
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    def refuse(*arguments):
-        pytest.fail(f"the example opened a connection: {arguments}")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
 @pytest.fixture
