@@ -50,6 +50,7 @@ class Backup(keras.callbacks.Callback):
             with np.load(self.path, allow_pickle=False) as file:
                 arrays = dict(file)
             meta = json.loads(str(arrays.pop(_META)))
+            settings, epochs = meta["settings"], meta["epochs"]
         except Exception as error:  # zipfile, numpy, json: each has its own
             raise UserError(
                 f"{self.path} cannot be read ({error}). Delete it to start "
@@ -57,8 +58,8 @@ class Backup(keras.callbacks.Callback):
             ) from error
         changed = {
             name
-            for name in {**self.settings, **meta["settings"]}
-            if self.settings.get(name) != meta["settings"].get(name)
+            for name in {**self.settings, **settings}
+            if self.settings.get(name) != settings.get(name)
         }
         variables = _variables(model)
         if changed or _shapes(variables) != _shapes(arrays):
@@ -69,7 +70,7 @@ class Backup(keras.callbacks.Callback):
             )
         for name, variable in variables.items():
             variable.assign(arrays[name])
-        return meta["epochs"]
+        return epochs
 
     def on_epoch_end(self, epoch, logs=None):
         arrays = {

@@ -159,13 +159,8 @@ def main(flag_values=flags.FLAGS):
         print(evaluate.table(scores + [everything]))
     common.draw_curve(output_dir, "bits_per_dimension", "bits per dimension")
 
-    path = os.path.join(output_dir, "saved_model")
     ((example, *_),) = data.validation_dataset(validation, config).take(1)
-    difference = common.export(model, example[:1], path)
-    print(
-        f"\nSavedModel: {path}\n"
-        f"reloaded, largest difference of a logit: {difference:.2g}"
-    )
+    common.export(model, example, output_dir)
     if draws_samples(config):
         path = os.path.join(output_dir, "samples.png")
         images = generate.draw(

@@ -75,6 +75,7 @@ def make_tokenizer(config, documents, vocabulary, output_dir):
             vocabulary, config.vocabulary_size
         )
         unfinished = os.path.exists(os.path.join(output_dir, common.BACKUP))
+        unfinished = unfinished and os.path.exists(kept)
         if unfinished and not filecmp.cmp(vocabulary, kept, shallow=False):
             raise common.UserError(
                 f"--vocabulary: the unfinished run in {output_dir} has "
@@ -257,15 +258,10 @@ def main(flag_values=flags.FLAGS):
         print(evaluate.table(scores + [everything]))
     common.draw_curve(output_dir, "bits_per_byte", "bits per byte")
 
-    path = os.path.join(output_dir, "saved_model")
     example = next(
         iter(data.validation_dataset(validation, tokenizer, config))
     )[0]
-    difference = common.export(model, example[:1], path)
-    print(
-        f"\nSavedModel: {path}\n"
-        f"reloaded, largest difference of a logit: {difference:.2g}"
-    )
+    path = common.export(model, example, output_dir)
     prompt = flag_values["prompt"].value
     exported = tf.saved_model.load(path)  # holds the variables
     continuation = continue_text(

@@ -147,12 +147,9 @@ def main(flag_values=flags.FLAGS):
         scores = evaluate.score(model, validation, config, unigram)
         print(evaluate.table(scores))
 
-    path = os.path.join(output_dir, "saved_model")
     example = next(iter(data.validation_dataset(validation, config)))[0]
-    difference = common.export(model, example[:1], path)
+    common.export(model, example, output_dir)
     print(
-        f"\nSavedModel: {path}\n"
-        f"reloaded, largest difference of a logit: {difference:.2g}\n"
         f"curve: {os.path.join(output_dir, 'curve.png')}\n\n"
         f"done in {time.monotonic() - started:.0f} s"
     )

@@ -477,6 +477,23 @@ def test_a_vocabulary_without_word_pieces_is_refused(tmp_path):
         train.make_tokenizer(tiny_config(), [], "v.txt", str(tmp_path))
 
 
+def test_the_vocabulary_of_an_unfinished_run_stays(tmp_path):
+    config = tiny_config("--tokenizer=wordpiece", "--vocabulary_size=60")
+    run, given = tmp_path / "run", str(tmp_path / "given.txt")
+    run.mkdir()
+    data.WordPieceTokenizer(["[DOC]", "[UNK]", "ab"]).write(given)
+    (run / common.BACKUP).touch()  # of a run of bytes: no vocabulary
+    train.make_tokenizer(config, [], given, str(run))
+    kept = (run / "vocabulary.txt").read_text()
+    data.WordPieceTokenizer(["[DOC]", "[UNK]", "cd"]).write(given)
+    with pytest.raises(common.UserError, match="--vocabulary: .*another one"):
+        train.make_tokenizer(config, [], given, str(run))
+    assert (run / "vocabulary.txt").read_text() == kept
+    (run / common.BACKUP).unlink()
+    train.make_tokenizer(config, [], given, str(run))
+    assert "cd" in (run / "vocabulary.txt").read_text()
+
+
 def test_models_that_cannot_be_evaluated_are_named(books, tmp_path):
     def expect(path, message):
         with pytest.raises(common.UserError, match=message):
