@@ -47,6 +47,7 @@ import io
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -288,8 +289,11 @@ OPTIONAL = ("performer-pytorch", "KernelAttention")
 
 
 def _fits(num_bytes):
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return num_bytes < 0.6 * pages
+    return num_bytes < 0.6 * _total_memory()
+
+
+def _total_memory():
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def measure_op(kind, gradient, jit_compile, length, unit, options):
@@ -494,6 +498,7 @@ EVERYONE = tuple(dict.fromkeys((*CONTENDERS, *MODEL_CONTENDERS)))
 
 def run_child(child):
     """Measures one model, in this process; prints a line of JSON."""
+    limit_memory()
     sizes = MODELS[child["model"]]
     model = build_model(
         sizes, child["contender"], child["causal"], child["length"]
@@ -506,6 +511,17 @@ def run_child(child):
         timed(lambda: model.train_on_batch(ids, ids)) for _ in range(repeats)
     ]
     print(json.dumps({"seconds": seconds, "memory": peak_memory()}))
+
+
+def limit_memory():
+    """Lets this process have nine tenths of the machine's memory.
+
+    What does not fit then fails here, before the kernel chooses among all
+    processes of the machine which one to kill.
+    """
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (int(0.9 * _total_memory()),) * 2
+    )
 
 
 def peak_memory():

@@ -48,14 +48,17 @@ def summed_attention(
             causal.carry_of(state, query.dtype),
             key_chunks,
             keys.steps,
-            0,
+            (),
+            after=key,
         )
+        *size, _ = ops.shape(query_chunks[0])[1:]  # B, H, C
         _, (output, normalizer, scale) = chunk_scan(
             lambda carry, x: (carry, kernel.read(*x, sums, shift)),
             (),
             query_chunks,
             queries.steps,
-            3,
+            ((*size, values.shape[-1] - 1), (*size, 1), (*size, 1)),
+            after=sums,
         )
 
         def gradient(*grads):
@@ -105,7 +108,12 @@ def _two_passes(kernel, query_chunks, key_chunks, carry, steps):
 
     zeros = tuple(x * 0.0 for x in (sums, *kernel.bound.weights.values()))
     (grad_sums, *grad_weights), (grad_query,) = chunk_scan(
-        read, zeros, query_chunks, steps[0], 1
+        read,
+        zeros,
+        query_chunks,
+        steps[0],
+        (ops.shape(query_chunks[0])[1:],),
+        after=query_chunks[1],
     )
 
     def add(carry, x):
@@ -113,7 +121,12 @@ def _two_passes(kernel, query_chunks, key_chunks, carry, steps):
         return tuple(a + b for a, b in zip(carry, grad_weights)), gradients
 
     grad_weights, (grad_key, grad_values) = chunk_scan(
-        add, tuple(grad_weights), key_chunks, steps[1], 2
+        add,
+        tuple(grad_weights),
+        key_chunks,
+        steps[1],
+        tuple(ops.shape(x)[1:] for x in key_chunks),
+        after=grad_sums,
     )
     return grad_query, grad_key, grad_values, grad_weights
 

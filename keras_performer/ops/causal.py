@@ -4,6 +4,7 @@ from keras import ops
 
 from keras_performer.ops import chunks
 from keras_performer.ops.padding import gather
+from keras_performer.ops.scan import Previous
 from keras_performer.ops.scan import chunk_scan
 
 
@@ -17,7 +18,8 @@ def scan_attention(
         feature_map: The feature map.
         projection: Tensor or `None`; it gets no gradient.
         weights: Dict of the map's weights; they get gradients.
-        xs: Tuple of the kernel's inputs, each with a leading axis of chunks.
+        xs: Tuple of the kernel's inputs, each with a leading axis of chunks;
+            of those that lag, what the first chunk sees.
         carry: `(sums, shift)`.
         steps: Number of chunks.
         unroll: Chunks for each trip of the loop; divides `steps`.
@@ -38,8 +40,17 @@ def scan_attention(
             (arguments[first_rest:] or (None,))[0],
             dict(zip(names, arguments[first_weight:first_rest])),
         )
+        xs = _inputs(step, xs)
+        *size, _ = ops.shape(xs[0])[1:]  # B, H, C
+        width = xs[2].shape[-1] - 1
         (sums, shift), ys = chunk_scan(
-            step.forward, carry, xs, steps, 4, unroll=unroll
+            step.forward,
+            carry,
+            xs,
+            steps,
+            ((*size, width), (*size, 1), (*size, 1), ops.shape(carry[1])),
+            after=xs[0],
+            unroll=unroll,
         )
         output, normalizer, scale, shifts = ys
 
@@ -76,12 +87,21 @@ def scan_attention(
     return output, (sums, shift)
 
 
+def _inputs(step, xs):
+    """The kernel's inputs, those that lag as `Previous`."""
+    lags = step.lags
+    return tuple(
+        Previous(xs[lags[slot]], x) if slot in lags else x
+        for slot, x in enumerate(xs)
+    )
+
+
 def _two_passes(step, xs, carry, saved, grad_sums, steps, unroll):
     """Gradients by computing anew.
 
     Args:
         step: A kernel of `chunks.py`.
-        xs: Its inputs.
+        xs: Its inputs, as `_inputs` gives them.
         carry: The first `(sums, shift)`.
         saved: Gradient of the output before its normalisation, the scale of
             its rows, and the shift before each chunk.
@@ -115,12 +135,17 @@ def _two_passes(step, xs, carry, saved, grad_sums, steps, unroll):
         weights = zip(carry[1:], gradients[slots:])
         return (grad_sums, *(a + b for a, b in weights)), gradients[:slots]
 
+    def shapes(slots):
+        slots = (step.lags.get(slot, slot) for slot in slots)
+        return tuple(ops.shape(xs[slot])[1:] for slot in slots)
+
     (_, _, *early_weights), early = chunk_scan(
         forward,
         (*carry, *no_weights),
         (*xs, grad, scale),
         steps,
-        len(step.forward_slots),
+        shapes(step.forward_slots),
+        after=grad,
         unroll=unroll,
     )
     (grad_sums, *late_weights), late = chunk_scan(
@@ -128,7 +153,8 @@ def _two_passes(step, xs, carry, saved, grad_sums, steps, unroll):
         (grad_sums, *no_weights),
         (*xs, grad, scale, shifts),
         steps,
-        len(step.backward_slots),
+        shapes(step.backward_slots),
+        after=grad,
         reverse=True,
         unroll=unroll,
     )
@@ -136,6 +162,10 @@ def _two_passes(step, xs, carry, saved, grad_sums, steps, unroll):
     for slot, gradient in zip(step.backward_slots, late):
         both = slot in step.forward_slots
         total[slot] = total[slot] + gradient if both else gradient
+    for slot, source in step.lags.items():
+        gradient = total[slot]  # element i is of element i - 1
+        total[slot] = gradient[0]
+        total[source] = total[source] + _pad_axis(gradient[1:], 0, 0, 1)
     masks = set(range(count)) - set(total)
     total.update({n: _no_gradient(xs[n]) for n in masks})
     weights = [a + b for a, b in zip(early_weights, late_weights)]
@@ -233,13 +263,9 @@ def local_attention(
             blocks_per_step = min(blocks_per_step, steps)
         steps = -(-steps // blocks_per_step) * blocks_per_step
         blocks = token_chunks(tokens, steps, window)
-        # Each block beside the one before it: (key, values). Before the first
-        # there is none: keys without values.
+        # Before the first block there is none: keys without values.
         keys, values = blocks[1:]
-        previous = (
-            ops.concatenate([keys[:1], keys[:-1]], axis=0),
-            _pad_axis(values[:-1], 0, 1, 0),
-        )
+        first = ops.stop_gradient(keys[0]), ops.zeros_like(values[0])
         added = ()
         state = empty_state(query, values, bound, projection)
     else:
@@ -255,23 +281,20 @@ def local_attention(
         held = _held(state, query.dtype)
         aligned = _align(tokens, held, offset, lengths, window, steps)
         blocks = tuple(to_chunks(x, steps, window) for x in aligned)
-        previous = tuple(
-            ops.concatenate(
-                [to_chunks(x[:, :window], 1, window), y[:-1]], axis=0
-            )
-            for x, y in zip(held, blocks[1:])
-        )
+        first = tuple(ops.swapaxes(x[:, :window], 1, 2) for x in held)
         # A row that has ended adds nothing more to its sums.
         end = (offset + lengths) // window  # [B], the block it ends in
         going = ops.arange(steps, dtype="int32")[:, None] < end[None, :]
         going = ops.cast(going, query.dtype)[:, :, None]
-        added = (previous[1][:, :, 0, :, -1] * going,)  # [n, B, W]
+        valid = blocks[2][:, :, 0, :, -1]  # [n, B, W]
+        before = ops.concatenate([first[1][None, :, 0, :, -1], valid[:-1]])
+        added = (before * going,)
     output, carry = scan_attention(
         chunks.LocalBlocks,
         feature_map,
         projection,
         weights,
-        (*blocks, *previous, *added),
+        (*blocks, *first, *added),
         carry_of(state, query.dtype),
         steps,
         blocks_per_step,

@@ -20,7 +20,8 @@ order of tokens, is that of `bidirectional.py`):
 Both compute the features anew, so that nothing of size L x M is stored.
 After the gradients of `x` they give those of the feature map's weights, from
 this chunk's query features in the first and its key features in the second.
-`forward_slots` and `backward_slots` say of which elements of `x` they are.
+`forward_slots` and `backward_slots` say of which elements of `x` they are,
+`lags` which elements are others of the chunk before.
 `grad` is the gradient `[B, H, C, F]` with respect to the output before its
 normalisation, which is in units of `exp(scale)`.
 
@@ -219,6 +220,7 @@ class FeatureChunks(_Kernel):
 
     forward_slots = (0,)
     backward_slots = (1, 2)
+    lags = {}
 
     def __init__(self, feature_map, projection, weights=None):
         super().__init__(feature_map, projection, weights)
@@ -371,6 +373,8 @@ class LocalBlocks(_Kernel):
 
     forward_slots = (0, 1, 2, 3, 4)
     backward_slots = (3, 4)
+    # The previous block of these is the last step's.
+    lags = {3: 1, 4: 2}
 
     def _near(self, query, x):
         """Keys `[B, H, 2 W, D]` of two blocks, which of them each row sees,

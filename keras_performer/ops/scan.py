@@ -8,11 +8,29 @@ elements when its outputs differ from its carry in structure, and neither
 has a gradient under XLA.
 """
 
+from typing import Any, NamedTuple
+
 import keras
 
 
+class Previous(NamedTuple):
+    """An input that lags by one: of element i, element i - 1 of an array.
+
+    The copy that would hold it never exists on TensorFlow.
+    """
+
+    array: Any  # (length, ...)
+    first: Any  # (...), what element 0 sees
+
+    def __getitem__(self, index):
+        import tensorflow as tf
+
+        before = self.array[tf.maximum(index - 1, 0)]
+        return tf.where(index > 0, before, self.first)
+
+
 def chunk_scan(
-    step, carry, xs, length, num_outputs, reverse=False, unroll=1
+    step, carry, xs, length, outputs, after, reverse=False, unroll=1
 ):
     """Scans `step` over the leading axis of `xs`.
 
@@ -20,10 +38,14 @@ def chunk_scan(
         step: Function `(carry, x) -> (carry, y)`; `carry`, `x` and `y` are
             tuples of tensors. The carry keeps its shapes and dtypes.
         carry: Tuple of tensors, the first carry.
-        xs: Tuple of tensors `(length, ...)`.
+        xs: Tuple of tensors `(length, ...)` or of `Previous`.
         length: Number of steps, at least 1: an integer or a scalar integer
             tensor.
-        num_outputs: Length of `y`; its tensors have the dtype of `xs[0]`.
+        outputs: Shapes of the elements of `y`; they have the dtype of
+            `after`.
+        after: A tensor that is known no earlier than the inputs. The memory
+            of the outputs waits for it; otherwise XLA sets aside that of all
+            loops of a model, gradients included, when the model begins.
         reverse: Whether to visit the last element first. Outputs are stored
             at the index of the element that they come from.
         unroll: Steps per iteration of the loop; `length` is a multiple of
@@ -36,22 +58,34 @@ def chunk_scan(
     if keras.backend.backend() == "jax":
         import jax
 
+        xs = tuple(
+            jax.numpy.concatenate([x.first[None], x.array[:-1]])
+            if isinstance(x, Previous)
+            else x
+            for x in xs
+        )
         return jax.lax.scan(
             step, carry, xs, reverse=reverse, unroll=min(unroll, length)
         )
     return _tensorflow_chunk_scan(
-        step, carry, xs, length, num_outputs, reverse, unroll
+        step, carry, xs, length, outputs, after, reverse, unroll
     )
 
 
 def _tensorflow_chunk_scan(
-    step, carry, xs, length, num_outputs, reverse, unroll
+    step, carry, xs, length, outputs, after, reverse, unroll
 ):
     import tensorflow as tf
 
     shapes = [x.shape for x in carry]
+    # A sum, as there may be no element.
+    first = after[(slice(1),) * len(after.shape)]
+    zero = tf.reduce_sum(first) * 0.0
     arrays = tuple(
-        tf.TensorArray(xs[0].dtype, size=length) for _ in range(num_outputs)
+        tf.TensorArray(after.dtype, size=length).unstack(
+            tf.fill((length, *shape), zero)
+        )
+        for shape in outputs
     )
     trips = length // unroll
 
