@@ -498,7 +498,6 @@ EVERYONE = tuple(dict.fromkeys((*CONTENDERS, *MODEL_CONTENDERS)))
 
 def run_child(child):
     """Measures one model, in this process; prints a line of JSON."""
-    limit_memory()
     sizes = MODELS[child["model"]]
     model = build_model(
         sizes, child["contender"], child["causal"], child["length"]
@@ -723,7 +722,16 @@ def merge(runs):
             medians = [one["seconds"] for one in group if one["seconds"]]
             row["least"], row["most"] = min(medians), max(medians)
         rows.append(row)
-    return rows
+    # Runs of other lengths may come in any order.
+    order = list(dict.fromkeys(_configuration(row) for row in rows))
+    return sorted(
+        rows, key=lambda row: (order.index(_configuration(row)), row["length"])
+    )
+
+
+def _configuration(row):
+    """What a row measures, but for its length."""
+    return tuple(row[name] for name in ("level", "kind", "what", "jit_compile"))
 
 
 def doubling(rows):
@@ -908,6 +916,7 @@ class _Settings:
 def main(options=flags.FLAGS):
     """Measures, and writes the tables and the picture."""
     if options.child is not None:
+        limit_memory()
         run_child(json.loads(options.child))
         return
     folder = options.output_dir

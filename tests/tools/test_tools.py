@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 import types
 
 import keras
@@ -320,7 +322,8 @@ def test_runs_are_merged_and_lengths_compared(tmp_path, capsys):
             _row(128, "exact", None if run == "b" else 40.0),
         ]
         (tmp_path / run).mkdir()
-        benchmark._write(rows, tmp_path / run)
+        # The longer ones first: merged, they are in order again.
+        benchmark._write(rows[1:] + rows[:1], tmp_path / run)
     runs = ",".join(str(tmp_path / run) for run in "abc")
     options = options_of(
         benchmark, f"--output_dir={tmp_path}", f"--merge={runs}"
@@ -356,6 +359,23 @@ def test_tokens_are_measured_beside_the_whole_text(tmp_path, monkeypatch):
     benchmark._write(rows, tmp_path)
     text = (tmp_path / "table.md").read_text()
     assert "| tiny, causal, a token | 70 |" in text and " ms (" in text
+
+
+def test_what_does_not_fit_fails_in_its_own_process():
+    # Reserved, not touched: without the limit Linux would promise it.
+    code = (
+        "from tools import benchmark\n"
+        "benchmark.limit_memory()\n"
+        "try: bytearray(int(0.95 * benchmark._total_memory()))\n"
+        "except MemoryError: print('refused')\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout == "refused\n"
 
 
 @pytest.mark.parametrize("fitting", ["keras-performer", "exact"])
