@@ -621,6 +621,7 @@ def _tokens(model, ids):
     loop = model._compiled("continue_state")
     draw = {"temperature": np.float32(1), "top_p": None}
     draw |= {"end_id": np.int32(-1), "seed": np.int32(0)}
+    draw |= {"far_half_life": None}
     count = DECODE_TOKENS
     return lambda: loop(last, state, np.int32(count), count, None, draw)[0, 0]
 

@@ -79,7 +79,7 @@ class Small(Config):
 
     image_size: int = 32
     batch_size: int = 4
-    steps: int = 800
+    steps: int = 400
     validation_batches: int | None = 12
     jit_compile: bool = True
 

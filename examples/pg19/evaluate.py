@@ -113,7 +113,15 @@ class Score:
         return math.exp(per_word) if per_word < 700 else math.inf
 
 
-def score(model, documents, tokenizer, config, verbose=1, carry_state=False):
+def score(
+    model,
+    documents,
+    tokenizer,
+    config,
+    verbose=1,
+    carry_state=False,
+    far_half_life=None,
+):
     """Scores a model on documents.
 
     Args:
@@ -127,6 +135,9 @@ def score(model, documents, tokenizer, config, verbose=1, carry_state=False):
             that every token has its whole past. Otherwise each window is
             predicted from its own start: its first tokens have no context,
             so longer windows score better.
+        far_half_life: with `carry_state`, bytes or word pieces after which
+            what lies beyond the layers' local window weighs half as much;
+            None: never.
 
     Returns:
         List of `Score`, one a document, and the `Score` of all.
@@ -142,8 +153,13 @@ def score(model, documents, tokenizer, config, verbose=1, carry_state=False):
     if tokenizer.bytes_per_token is not None:
         sizes = np.array(tokenizer.bytes_per_token)
     done = 0
-    parts = _carried_nats if carry_state else _window_nats
-    for found, y, weight, index in parts(model, documents, tokenizer, config):
+    if carry_state:
+        parts = _carried_nats(
+            model, documents, tokenizer, config, far_half_life
+        )
+    else:
+        parts = _window_nats(model, documents, tokenizer, config)
+    for found, y, weight, index in parts:
         np.add.at(nats, index, found)
         if tokenizer.unknown_id is not None:
             found = (y == tokenizer.unknown_id).sum(axis=-1)
@@ -185,11 +201,14 @@ def _window_nats(model, documents, tokenizer, config):
         yield nats.numpy(), y.numpy(), weight.numpy(), index.numpy()
 
 
-def _carried_nats(model, documents, tokenizer, config):
+def _carried_nats(model, documents, tokenizer, config, far_half_life):
     """The same of segments of which each continues the one before."""
+    length = config.sequence_length
 
     @tf.function(jit_compile=config.jit_compile)
     def segment_nats(x, y, weight, state):
+        if far_half_life is not None:
+            state = model.fade(state, 0.5 ** (length / far_half_life))
         logits, state = model.step(x, state)
         nats = ops.sum(common.token_nats(y, logits) * weight, axis=-1)
         return nats, state
@@ -197,7 +216,7 @@ def _carried_nats(model, documents, tokenizer, config):
     texts = data.texts(documents)
     for index, text in enumerate(texts):
         state = model.get_initial_state(1)
-        parts = data.segments(text, tokenizer, config.sequence_length)
+        parts = data.segments(text, tokenizer, length)
         for x, y, weight in zip(*parts, strict=True):
             x, y, weight = x[None], y[None], weight[None]
             nats, state = segment_nats(x, y, weight, state)
@@ -240,7 +259,9 @@ def prompt_ids(tokenizer, prompt):
     return [0] + [int(i) for i in tokenizer.tokenize([prompt])[0]]
 
 
-def evaluate(path, data_dir, split, verbose=1, carry_state=False):
+def evaluate(
+    path, data_dir, split, verbose=1, carry_state=False, far_half_life=None
+):
     """Loads a saved model and scores it on one split.
 
     Args:
@@ -249,21 +270,30 @@ def evaluate(path, data_dir, split, verbose=1, carry_state=False):
         split: "train", "validation" or "test".
         verbose: 1 shows a progress bar, 0 nothing.
         carry_state: see `score`.
+        far_half_life: see `score`.
 
     Returns:
         List of `Score`, one a document, and the `Score` of all.
 
     Raises:
         examples.common.UserError: no such model, or one that cannot carry a
-            state.
+            state; a half-life without one.
     """
+    if far_half_life is not None and not carry_state:
+        raise common.UserError("--far_half_life needs --carry_state.")
     folder = os.path.dirname(os.path.abspath(path))
     model = common.load_model(path, "--carry_state" if carry_state else None)
     config = common.read_config(configs.Config, folder)
     tokenizer = load_tokenizer(config, folder)
     documents = data.load(data_dir, split)
     return score(
-        model, documents, tokenizer, config, verbose, carry_state
+        model,
+        documents,
+        tokenizer,
+        config,
+        verbose,
+        carry_state,
+        far_half_life,
     )
 
 
@@ -282,6 +312,14 @@ def define_flags(flag_values=flags.FLAGS):
         "whole past. Otherwise each window starts anew.",
         flag_values=flag_values,
     )
+    flags.DEFINE_float(
+        "far_half_life",
+        None,
+        "With --carry_state: tokens after which what lies beyond the local "
+        "window weighs half as much; none: never.",
+        lower_bound=1e-3,
+        flag_values=flag_values,
+    )
 
 
 def main():
@@ -292,6 +330,7 @@ def main():
         options.data_dir,
         options.split,
         carry_state=options.carry_state,
+        far_half_life=options.far_half_life,
     )
     print(table(scores + [everything]))
 

@@ -19,7 +19,15 @@ from examples.pg19 import evaluate
 from keras_performer.models import sample
 
 
-def stream(model, tokenizer, prompt, num_tokens, seed=0, **options):
+def stream(
+    model,
+    tokenizer,
+    prompt,
+    num_tokens,
+    seed=0,
+    far_half_life=None,
+    **options,
+):
     """Yields the continuation of a text in pieces, token by token.
 
     The cost of a token does not depend on how many there are before it.
@@ -30,6 +38,8 @@ def stream(model, tokenizer, prompt, num_tokens, seed=0, **options):
         prompt: string.
         num_tokens: int, the most tokens to add; 0: without end.
         seed: int, seed of the draws.
+        far_half_life: tokens after which what lies beyond the local window
+            weighs half as much; None: never.
         **options: `temperature`, `top_k` and `top_p` of
             `keras_performer.models.sample`.
 
@@ -39,6 +49,8 @@ def stream(model, tokenizer, prompt, num_tokens, seed=0, **options):
 
     @functools.partial(tf.function, jit_compile=True)
     def following(ids, state, index):
+        if far_half_life is not None:
+            state = model.fade(state, 0.5 ** (1 / far_half_life))
         logits, state = model.step(ids, state)
         token = sample(logits[:, -1], tf.stack([seed, index]), **options)
         return token[:, None], state
@@ -86,6 +98,14 @@ def define_flags(flag_values=flags.FLAGS):
         lower_bound=0.0,
         flag_values=flag_values,
     )
+    flags.DEFINE_float(
+        "far_half_life",
+        None,
+        "Tokens after which what lies beyond the local window weighs half as "
+        "much; none: half the windows of the training.",
+        lower_bound=1e-3,
+        flag_values=flag_values,
+    )
     flags.DEFINE_integer(
         "top_k",
         None,
@@ -118,6 +138,7 @@ def main(options=flags.FLAGS):
         options.prompt,
         options.num_tokens,
         options.seed,
+        options.far_half_life or config.sequence_length / 2,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,

@@ -31,6 +31,7 @@ class Generation:
         end_id=None,
         seed=None,
         mask=None,
+        far_half_life=None,
     ):
         """Continues prompts.
 
@@ -60,6 +61,11 @@ class Generation:
             seed: Integer; the same gives the same tokens. `None` draws one.
             mask: Mask of shape `(B, L)`, true for tokens of the prompts, on
                 either side of the padding.
+            far_half_life: Number of tokens after which what lies beyond the
+                local window weighs half as much, as `fade` does before each
+                segment of 1,024 tokens of a prompt and before each token that
+                is read after that; `None` keeps it as it is. Half the
+                training length, or less, where a text grows beyond that.
 
         Returns:
             The new tokens, an int32 NumPy array `(B, max_new_tokens)`.
@@ -67,7 +73,7 @@ class Generation:
         Raises:
             ValueError: If the model is not causal, a prompt is empty or has
                 tokens outside of the vocabulary, or an argument has a wrong
-                value.
+                value; if `far_half_life` is given where there is no state.
             TypeError: If tokens are not integers.
         """
         if not self.causal:
@@ -95,6 +101,13 @@ class Generation:
         longest = max(map(len, prompts))
         # The last token is not read again.
         streams = self._streams(longest + max_new_tokens - 1)
+        arguments.check_positive("far_half_life", far_half_life, optional=True)
+        if far_half_life is not None and not streams:
+            raise arguments.invalid(
+                "far_half_life",
+                "None where the model runs on the whole sequence again",
+                far_half_life,
+            )
         run = self._stream if streams else self._repeat
         tokens = run(
             prompts,
@@ -106,6 +119,9 @@ class Generation:
                 "top_p": None if top_p is None else np.float32(top_p),
                 "end_id": np.int32(-1 if end_id is None else end_id),
                 "seed": np.int32(seed % 2**31),
+                "far_half_life": None
+                if far_half_life is None
+                else np.float32(far_half_life),
             },
         )
         return np.asarray(tokens)[:, :max_new_tokens]
@@ -128,12 +144,12 @@ class Generation:
 
     def _stream(self, prompts, count, size, top_k, options):
         """New tokens `[B, size]` by carrying a state."""
-        last, state = self._take_in(prompts)
+        last, state = self._take_in(prompts, options["far_half_life"])
         return self._compiled("continue_state")(
             last, state, np.int32(count), size, top_k, options
         )
 
-    def _take_in(self, prompts):
+    def _take_in(self, prompts, half_life=None):
         """The last block's output for the last tokens, and the state."""
         longest = max(map(len, prompts))
         ids, mask = _padded(prompts, _round_up(longest, ROUND))
@@ -146,7 +162,7 @@ class Generation:
         for start in range(0, ids.shape[1], SEGMENT):
             part = slice(start, start + SEGMENT)
             last, state = self._compiled("prefill")(
-                ids[:, part], mask[:, part], last, state
+                ids[:, part], mask[:, part], last, state, half_life
             )
         return last, state
 
@@ -221,6 +237,7 @@ class Generation:
             ids = tf.identity(ids)
         options = {"temperature": temperature, "top_p": None}
         options |= {"end_id": ops.cast(-1, "int32"), "seed": seed}
+        options |= {"far_half_life": None}
         arguments = (num_tokens, num_tokens, None, options)
         if isinstance(self.feature_map, feature_maps.Exact):
             room = tf.pad(ids, [(0, 0), (0, num_tokens)])
@@ -232,7 +249,7 @@ class Generation:
         return continue_state(self, last, state, *arguments)
 
 
-def prefill(model, ids, mask, last, state):
+def prefill(model, ids, mask, last, state, half_life):
     """Takes in a segment of the prompts.
 
     Args:
@@ -241,13 +258,16 @@ def prefill(model, ids, mask, last, state):
         mask: `[B, L]`; padding stands at the end of a row.
         last: `[B, 1, hidden_dim]`, of the last token before.
         state: State of all tokens before.
+        half_life: Scalar tensor, or `None`: see `generate`.
 
     Returns:
         The last block's output for the last token of each row so far, and
         the state after it.
     """
+    count = ops.sum(ops.cast(mask, "int32"), axis=1)  # [B]
+    state = _faded(model, state, count, half_life)
     x, state = model._advance(ids, state, mask)
-    count = ops.sum(ops.cast(mask, "int32"), axis=1)[:, None, None]  # [B, 1, 1]
+    count = count[:, None, None]
     new = ops.take_along_axis(x, ops.maximum(count - 1, 0), axis=1)
     new = ops.cast(new, last.dtype)
     return ops.where(count > 0, new, last), state
@@ -264,12 +284,14 @@ def continue_state(model, last, state, count, size, top_k, options):
         size: Integer, or scalar tensor, of at least `count`.
         top_k: Integer or `None`.
         options: Dict of tensors: `temperature`, `top_p` or `None`, `end_id`
-            (-1 for none) and `seed`.
+            (-1 for none), `seed`, and `far_half_life` or `None`.
     """
     names = sorted(state)
 
     def advance(token, x, *values):
-        x, new = model._advance(token, dict(zip(names, values)))
+        state = dict(zip(names, values))
+        state = _faded(model, state, 1, options["far_half_life"])
+        x, new = model._advance(token, state)
         return ops.cast(x, last.dtype), *(new[name] for name in names)
 
     def logits(x, *_):
@@ -277,6 +299,14 @@ def continue_state(model, last, state, count, size, top_k, options):
 
     start = (last, *(state[name] for name in names))
     return _loop(start, logits, advance, count, size, top_k, options)
+
+
+def _faded(model, state, count, half_life):
+    """A state before `count` tokens are read; see `PerformerLM.fade`."""
+    if half_life is None:
+        return state
+    count = ops.cast(count, "float32")
+    return model.fade(state, ops.power(0.5, count / half_life))
 
 
 def continue_ids(model, ids, lengths, count, size, top_k, options):

@@ -260,6 +260,39 @@ class PerformerLM(Generation, keras.Model):
         x, state = self._advance(ids, state, mask, training)
         return self._predict(x), state
 
+    def fade(self, state, factor):
+        """Lets what lies beyond the local window weigh less from now on.
+
+        A model trained on sequences of L tokens has never met more than L of
+        them: in longer ones the far part adds up until it drowns what is
+        near. Before each segment of n tokens that goes on from a state, a
+        `factor` of `0.5 ** (n / half_life)`, with a half-life of L / 2 or
+        less, keeps the far part as large as in training.
+
+        Args:
+            state: As for `step`.
+            factor: Number from 0 to 1, or a tensor `(B,)` of them.
+
+        Returns:
+            The new state. Tokens of the window, and positions, are as before.
+
+        Raises:
+            ValueError: If a number lies outside of that range.
+        """
+        if isinstance(factor, (int, float)) and not 0 <= factor <= 1:
+            raise arguments.invalid("factor", "a number from 0 to 1", factor)
+
+        def faded(value):
+            column = ops.cast(factor, value.dtype)
+            column = ops.reshape(column, (-1,) + (1,) * (len(value.shape) - 1))
+            return value * column
+
+        far = ("_sums", "_normalizer")
+        return {
+            name: faded(value) if name.endswith(far) else value
+            for name, value in state.items()
+        }
+
     def _advance(self, ids, state, mask=None, training=False):
         """The last block's output `[B, L, hidden_dim]`, and the new state."""
         if "_state_names" not in self.__dict__:

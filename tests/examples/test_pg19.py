@@ -165,6 +165,19 @@ def test_a_carried_state_gives_every_token_its_whole_past(jit_compile):
     assert windows[2].nats == pytest.approx(scores[2].nats, rel=1e-3)
     assert abs(windows[3].nats - scores[3].nats) > 1e-3
     assert everything.bytes == 213
+    for half_life, same in ((1e9, True), (8.0, False)):
+        faded, _ = evaluate.score(
+            model,
+            documents,
+            tokenizer,
+            config,
+            verbose=0,
+            carry_state=True,
+            far_half_life=half_life,
+        )
+        difference = abs(faded[3].nats - scores[3].nats)
+        # float32 sums of 150 tokens of some 5 nats, or another computation.
+        assert difference < 1e-3 if same else difference > 1e-3
 
 
 def test_tensorboard_shows_a_continuation(tmp_path):
@@ -361,6 +374,8 @@ def test_what_cannot_be_streamed_is_named(tmp_path):
     common.write_config(config, str(tmp_path))
     with pytest.raises(common.UserError, match="carry_state.*exact att"):
         evaluate.evaluate(path, None, "test", carry_state=True)
+    with pytest.raises(common.UserError, match="far_half_life.*carry_state"):
+        evaluate.evaluate(path, None, "test", far_half_life=9.0)
     flag_values = flags.FlagValues()
     generate.define_flags(flag_values)
     flag_values(["generate", f"--model={path}"])

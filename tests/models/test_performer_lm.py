@@ -280,6 +280,61 @@ def test_a_long_prompt_is_taken_in_by_segments(monkeypatch):
     np.testing.assert_array_equal(actual, expected)
 
 
+def test_what_fades_counts_as_so_much_less():
+    # Without positions a text that is read twice is one of double weight.
+    model = make(position=None, local_window=0)
+    once, rest = tokens(2, 7), tokens(2, 5, seed=1)
+    twice = np.concatenate([once, once], axis=1)
+    expected, _ = model.step(rest, model.step(once, _state(model))[1])
+    state = model.step(twice, _state(model))[1]
+    actual, _ = model.step(rest, model.fade(state, 0.5))
+    assert_close(actual, expected, TOLERANCE)
+    # Each row by a factor of its own.
+    actual, _ = model.step(rest, model.fade(state, np.array([1.0, 0.5])))
+    assert_close(actual[1], expected[1], TOLERANCE)
+    full, _ = model.step(rest, state)
+    assert_close(actual[0], full[0], TOLERANCE)
+    assert np.max(np.abs(full - expected)) > 1e-3
+    for factor in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="`factor`"):
+            model.fade(state, factor)
+
+
+def _state(model):
+    return model.get_initial_state(2)
+
+
+class _Nothing(FavorPlus):
+    def __call__(self, x, projection=None, is_query=True):
+        return super().__call__(x, projection, is_query) - 1e30
+
+
+def test_generation_forgets_what_has_faded(monkeypatch):
+    model = make()
+    prompts = [tokens(1, n, seed=n)[0] for n in (5, 1, 7)]
+    # What has faded at once is as if it had never been there.
+    near = make()
+    for block in near.blocks:
+        # Features of 0, as their logarithm is far below all others.
+        block.attention.feature_map = _Nothing()
+    actual = model.generate(prompts, 20, temperature=0, far_half_life=1e-3)
+    expected = [greedy(near, prompt, 20) for prompt in prompts]
+    np.testing.assert_array_equal(actual, expected)
+    assert np.any(actual != model.generate(prompts, 20, temperature=0))
+
+    monkeypatch.setattr(generation, "SEGMENT", 16)
+    monkeypatch.setattr(generation, "ROUND", 8)
+    prompts = [tokens(1, n, seed=n)[0] for n in (50, 16, 3)]
+    options = {"temperature": 0, "far_half_life": 9}
+    actual = model.generate(prompts, 5, **options)
+    alone = [model.generate([x], 5, **options)[0] for x in prompts]
+    np.testing.assert_array_equal(actual, alone)
+    with pytest.raises(ValueError, match="`far_half_life`"):
+        model.generate(prompts, 5, far_half_life=0)
+    with pytest.raises(ValueError, match="`far_half_life`.*sequence again"):
+        make(feature_map="exact").generate(prompts, 5, far_half_life=9)
+
+
 def test_exact_attention_and_full_tables_run_anew():
     exact = make(feature_map="exact")
     prompts = [tokens(1, n, seed=n)[0] for n in (5, 2)]
