@@ -311,7 +311,7 @@ class _Nothing(FavorPlus):
 
 def test_generation_forgets_what_has_faded(monkeypatch):
     model = make()
-    prompts = [tokens(1, n, seed=n)[0] for n in (5, 1, 7)]
+    prompts = [tokens(1, n, seed=n)[0] for n in (5, 1, 7, 3, 6, 4)]
     # What has faded at once is as if it had never been there.
     near = make()
     for block in near.blocks:
