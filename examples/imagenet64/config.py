@@ -73,8 +73,9 @@ class Small(Config):
 
     Command: python -m examples.imagenet64.train --preset=small
         --data_dir=DIR
-    Time: about an hour on 2 CPU cores, at 3.5 seconds a step.
-    Score: not measured here.
+    Time: 15 minutes on 2 CPU cores beside other work, at 2 seconds a step.
+    Score: 5.03 bits per dimension on photographs that it has not seen, after
+    400 steps of 4; see README.md.
     """
 
     image_size: int = 32
