@@ -25,8 +25,9 @@ exponentials; what is left are passes over features and weights (maxima,
 differences, sums, masks).
 
 `--levels=model` measures one `train_on_batch` of whole models, batch 1, each
-in a process of its own, with its peak resident memory, against the same model
-with exact attention and with attention that returns the values.
+in a process of its own that may reserve nine tenths of the machine's memory,
+with its peak resident memory, against the same model with exact attention and
+with attention that returns the values. Times are medians of each process.
 
 `--levels=decode` measures one token of those models as `generate` makes it,
 causal, after texts of several lengths, against running the model on the whole
@@ -47,7 +48,6 @@ import io
 import itertools
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -513,14 +513,18 @@ def run_child(child):
 
 
 def limit_memory():
-    """Lets this process have nine tenths of the machine's memory.
+    """Lets this process reserve nine tenths of the machine's memory (Linux).
 
     What does not fit then fails here, before the kernel chooses among all
     processes of the machine which one to kill.
     """
-    resource.setrlimit(
-        resource.RLIMIT_DATA, (int(0.9 * _total_memory()),) * 2
-    )
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = int(0.9 * _total_memory())
+    if most != resource.RLIM_INFINITY:
+        limit = min(limit, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
 
 def peak_memory():

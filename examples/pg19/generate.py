@@ -8,8 +8,10 @@ The model is the `.keras` file of a training run; its `config.json` (and
 """
 
 import functools
+import math
 import os
 
+import numpy as np
 import tensorflow as tf
 from absl import flags
 
@@ -48,21 +50,29 @@ def stream(
     """
 
     @functools.partial(tf.function, jit_compile=True)
-    def following(ids, state, index):
+    def read(ids, state):
         if far_half_life is not None:
-            state = model.fade(state, 0.5 ** (1 / far_half_life))
+            state = model.fade(state, ids.shape[1], far_half_life)
         logits, state = model.step(ids, state)
-        token = sample(logits[:, -1], tf.stack([seed, index]), **options)
-        return token[:, None], state
+        return logits[:, -1], state
 
-    ids = tf.constant([evaluate.prompt_ids(tokenizer, prompt)], tf.int32)
+    @tf.function
+    def draw(logits, index):
+        return sample(logits, tf.stack([seed, index]), **options)
+
+    ids = np.array([evaluate.prompt_ids(tokenizer, prompt)], "int32")
     state = model.get_initial_state(1)
+    # Segments of at most a half-life: so a long prompt fades as it is read.
+    size = min(1024, math.ceil(far_half_life or 1024))
+    parts = [ids[:, i : i + size] for i in range(0, ids.shape[1], size)]
     held, index = [], 0
     while not num_tokens or index < num_tokens:
-        ids, state = following(ids, state, tf.constant(index))
-        token = int(ids[0, 0])
+        for part in parts:
+            logits, state = read(tf.constant(part), state)
+        token = int(draw(logits, tf.constant(index))[0])
         if token == 0:
             break
+        parts = [[[token]]]
         held.append(token)
         text = tokenizer.detokenize(held)
         # The mark of bytes that are no letter yet; four are one for sure.
@@ -102,8 +112,8 @@ def define_flags(flag_values=flags.FLAGS):
         "far_half_life",
         None,
         "Tokens after which what lies beyond the local window weighs half as "
-        "much; none: half the windows of the training.",
-        lower_bound=1e-3,
+        "much; 0: never; none: half the windows of the training.",
+        lower_bound=0.0,
         flag_values=flag_values,
     )
     flags.DEFINE_integer(
@@ -131,6 +141,9 @@ def main(options=flags.FLAGS):
     folder = os.path.dirname(os.path.abspath(options.model))
     config = common.read_config(configs.Config, folder)
     tokenizer = evaluate.load_tokenizer(config, folder)
+    half_life = options.far_half_life
+    if half_life is None:
+        half_life = config.sequence_length / 2
     print(options.prompt, end="", flush=True)
     for text in stream(
         model,
@@ -138,7 +151,7 @@ def main(options=flags.FLAGS):
         options.prompt,
         options.num_tokens,
         options.seed,
-        options.far_half_life or config.sequence_length / 2,
+        half_life or None,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,

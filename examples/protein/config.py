@@ -79,7 +79,7 @@ class Small(Config):
     Command: python -m examples.protein.train --preset=small --data_dir=DIR
     Time: 4 to 7 minutes on 2 CPU cores beside other work.
     Score: perplexity 17.3 on the validation split, where letter counts give
-    18.1; --task=masked 17.6, which exact attention takes to 17.4. See
+    18.1; --task=masked 17.6, where exact attention gives 17.4. See
     README.md.
     """
 

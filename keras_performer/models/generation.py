@@ -1,6 +1,7 @@
 """Continuing sequences: prefill by segments, then one compiled loop."""
 
 import functools
+import math
 import numbers
 import random
 
@@ -61,11 +62,11 @@ class Generation:
             seed: Integer; the same gives the same tokens. `None` draws one.
             mask: Mask of shape `(B, L)`, true for tokens of the prompts, on
                 either side of the padding.
-            far_half_life: Number of tokens after which what lies beyond the
-                local window weighs half as much, as `fade` does before each
-                segment of 1,024 tokens of a prompt and before each token that
-                is read after that; `None` keeps it as it is. Half the
-                training length, or less, where a text grows beyond that.
+            far_half_life: Number of tokens, of at least 1e-3, after which
+                what lies beyond the local window weighs half as much (see
+                `fade`; a prompt is then read in segments of about so many
+                tokens); `None` keeps it as it is. Half the training length,
+                or less, where a text grows beyond that.
 
         Returns:
             The new tokens, an int32 NumPy array `(B, max_new_tokens)`.
@@ -101,13 +102,14 @@ class Generation:
         longest = max(map(len, prompts))
         # The last token is not read again.
         streams = self._streams(longest + max_new_tokens - 1)
-        arguments.check_positive("far_half_life", far_half_life, optional=True)
-        if far_half_life is not None and not streams:
-            raise arguments.invalid(
-                "far_half_life",
-                "None where the model runs on the whole sequence again",
-                far_half_life,
-            )
+        if far_half_life is not None:
+            _check_number("far_half_life", far_half_life, 1e-3, float("inf"))
+            if not streams:
+                raise arguments.invalid(
+                    "far_half_life",
+                    "None where the model runs on the whole sequence again",
+                    far_half_life,
+                )
         run = self._stream if streams else self._repeat
         tokens = run(
             prompts,
@@ -159,8 +161,11 @@ class Generation:
         last = np.zeros(
             (len(prompts), 1, self.hidden_dim), _precise(self.compute_dtype)
         )
-        for start in range(0, ids.shape[1], SEGMENT):
-            part = slice(start, start + SEGMENT)
+        size = SEGMENT
+        if half_life is not None:
+            size = min(size, _round_up(math.ceil(half_life), ROUND))
+        for start in range(0, ids.shape[1], size):
+            part = slice(start, start + size)
             last, state = self._compiled("prefill")(
                 ids[:, part], mask[:, part], last, state, half_life
             )
@@ -305,8 +310,7 @@ def _faded(model, state, count, half_life):
     """A state before `count` tokens are read; see `PerformerLM.fade`."""
     if half_life is None:
         return state
-    count = ops.cast(count, "float32")
-    return model.fade(state, ops.power(0.5, count / half_life))
+    return model.fade(state, count, half_life)
 
 
 def continue_ids(model, ids, lengths, count, size, top_k, options):
@@ -502,7 +506,7 @@ def _check_number(name, value, least, most, above=False):
     good = isinstance(value, numbers.Real) and not isinstance(value, bool)
     finite = good and value < float("inf")
     if not finite or not least <= value <= most or (above and value == least):
-        expected = "a number of at least 0"
+        expected = f"a number of at least {least:g}"
         if most == 1:
             expected = "a number in (0, 1]"
         raise arguments.invalid(name, expected, value)

@@ -1,5 +1,8 @@
 """A language model of Performer blocks."""
 
+import math
+import numbers
+
 import keras
 from keras import activations
 from keras import ops
@@ -11,6 +14,7 @@ from keras_performer.layers.embeddings import state_positions
 from keras_performer.layers.masks import boolean_mask
 from keras_performer.layers.performer_block import PerformerBlock
 from keras_performer.models.generation import Generation
+from keras_performer.ops.chunks import LOG_ZERO
 
 POSITIONS = ("rotary", "learned", "sine", None)
 
@@ -260,38 +264,65 @@ class PerformerLM(Generation, keras.Model):
         x, state = self._advance(ids, state, mask, training)
         return self._predict(x), state
 
-    def fade(self, state, factor):
+    def fade(self, state, count, half_life):
         """Lets what lies beyond the local window weigh less from now on.
 
         A model trained on sequences of L tokens has never met more than L of
         them: in longer ones the far part adds up until it drowns what is
-        near. Before each segment of n tokens that goes on from a state, a
-        `factor` of `0.5 ** (n / half_life)`, with a half-life of L / 2 or
-        less, keeps the far part as large as in training.
+        near. Called before each segment of `count` tokens, with a half-life
+        of L / 2 or less, this keeps the far part as large as in training. The
+        result depends on where segments begin, and the shorter they are, the
+        more evenly it fades.
 
         Args:
             state: As for `step`.
-            factor: Number from 0 to 1, or a tensor `(B,)` of them.
+            count: Number of tokens that are read next, or a tensor `(B,)` of
+                them.
+            half_life: Number of tokens, or a scalar tensor: all that is not
+                in the window is multiplied by `0.5 ** (count / half_life)`.
+                There is no gradient with respect to either.
 
         Returns:
             The new state. Tokens of the window, and positions, are as before.
 
         Raises:
-            ValueError: If a number lies outside of that range.
+            ValueError: If `count` is a negative number, or `half_life` one
+                that is not positive.
         """
-        if isinstance(factor, (int, float)) and not 0 <= factor <= 1:
-            raise arguments.invalid("factor", "a number from 0 to 1", factor)
+        if isinstance(count, numbers.Real) and not 0 <= count < math.inf:
+            raise arguments.invalid(
+                "count", "a number of at least 0", count
+            )
+        if isinstance(half_life, numbers.Real):
+            arguments.check_positive("half_life", float(half_life))
 
-        def faded(value):
-            column = ops.cast(factor, value.dtype)
-            column = ops.reshape(column, (-1,) + (1,) * (len(value.shape) - 1))
-            return value * column
+        def logarithm(value):
+            """Of the factor, for each row, in the shape of `value`."""
+            first, second = (
+                ops.convert_to_tensor(x, value.dtype)
+                if isinstance(x, numbers.Real)
+                else ops.cast(x, value.dtype)
+                for x in (count, half_life)
+            )
+            column = ops.reshape(
+                -math.log(2.0) * first / second,
+                (-1,) + (1,) * (len(value.shape) - 1),
+            )
+            return ops.stop_gradient(column)
 
-        far = ("_sums", "_normalizer")
-        return {
-            name: faded(value) if name.endswith(far) else value
-            for name, value in state.items()
-        }
+        # Of features in log space the shift says how large the sums are. They
+        # themselves stay near 1, as attention and its gradient need them.
+        in_log_space = self.feature_map.log_space
+        state = dict(state)
+        for name, value in state.items():
+            if name.endswith("_shift") and in_log_space:
+                faded = ops.maximum(value + logarithm(value), LOG_ZERO)
+            elif name.endswith(("_sums", "_normalizer")) and not in_log_space:
+                faded = value * ops.exp(logarithm(value))
+            else:
+                continue
+            state[name] = faded
+        return state
 
     def _advance(self, ids, state, mask=None, training=False):
         """The last block's output `[B, L, hidden_dim]`, and the new state."""

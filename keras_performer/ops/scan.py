@@ -8,21 +8,25 @@ elements when its outputs differ from its carry in structure, and neither
 has a gradient under XLA.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import keras
 
 
-class Previous(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Previous:
     """An input that lags by one: of element i, element i - 1 of an array.
 
-    The copy that would hold it never exists on TensorFlow.
+    On TensorFlow the copy that would hold it never exists; on JAX
+    `chunk_scan` makes it.
     """
 
     array: Any  # (length, ...)
     first: Any  # (...), what element 0 sees
 
     def __getitem__(self, index):
+        """Element `index`, a scalar tensor of TensorFlow."""
         import tensorflow as tf
 
         before = self.array[tf.maximum(index - 1, 0)]

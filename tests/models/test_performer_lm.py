@@ -280,33 +280,76 @@ def test_a_long_prompt_is_taken_in_by_segments(monkeypatch):
     np.testing.assert_array_equal(actual, expected)
 
 
-def test_what_fades_counts_as_so_much_less():
+@pytest.mark.parametrize(
+    "options", [{"local_window": 0}, {"feature_map": "relu"}]
+)
+def test_what_fades_counts_as_so_much_less(options):
     # Without positions a text that is read twice is one of double weight.
-    model = make(position=None, local_window=0)
+    model = make(position=None, **options)
     once, rest = tokens(2, 7), tokens(2, 5, seed=1)
     twice = np.concatenate([once, once], axis=1)
-    expected, _ = model.step(rest, model.step(once, _state(model))[1])
-    state = model.step(twice, _state(model))[1]
-    actual, _ = model.step(rest, model.fade(state, 0.5))
-    assert_close(actual, expected, TOLERANCE)
+
+    def halved():
+        state = model.step(twice, model.get_initial_state(2))[1]
+        return model.step(rest, model.fade(state, 3, 3))[0]
+
+    def expected():
+        state = model.step(once, model.get_initial_state(2))[1]
+        return model.step(rest, state)[0]
+
+    assert_close(halved(), expected(), TOLERANCE)
+    if ON_TENSORFLOW:
+        gradients = []
+        for function in (halved, expected):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(function()))
+            gradients.append(
+                tape.gradient(
+                    loss, [v.value for v in model.trainable_variables]
+                )
+            )
+        for actual, one in zip(*gradients):
+            scale = np.max(np.abs(one)) + 1e-3
+            # Sums of a hundred terms, of which some cancel.
+            np.testing.assert_allclose(
+                actual / scale, one / scale, atol=10 * TOLERANCE
+            )
     # Each row by a factor of its own.
-    actual, _ = model.step(rest, model.fade(state, np.array([1.0, 0.5])))
-    assert_close(actual[1], expected[1], TOLERANCE)
-    full, _ = model.step(rest, state)
+    state = model.step(twice, model.get_initial_state(2))[1]
+    faded = model.fade(state, np.array([0, 6]), 6.0)
+    actual, full = (model.step(rest, x)[0] for x in (faded, state))
+    assert_close(actual[1], expected()[1], TOLERANCE)
     assert_close(actual[0], full[0], TOLERANCE)
-    assert np.max(np.abs(full - expected)) > 1e-3
-    for factor in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="`factor`"):
-            model.fade(state, factor)
-
-
-def _state(model):
-    return model.get_initial_state(2)
+    assert np.max(np.abs(full - expected())) > 1e-3
+    if "feature_map" not in options:
+        # Sums in log space stay as large as attention needs them.
+        np.testing.assert_array_equal(
+            faded["block_0_sums"], state["block_0_sums"]
+        )
+    for count, half_life in ((-1, 3), (float("nan"), 3), (3, 0)):
+        name = "count" if half_life else "half_life"
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            model.fade(state, count, half_life)
+    with pytest.raises(ValueError, match="`count`"):
+        model.fade(state, np.float32("nan"), 3)
 
 
 class _Nothing(FavorPlus):
     def __call__(self, x, projection=None, is_query=True):
         return super().__call__(x, projection, is_query) - 1e30
+
+
+def _faded_greedy(model, prompt, count, half_life, size):
+    """The likeliest continuation, by segments that fade before each."""
+    state, ids, new = model.get_initial_state(1), prompt[None], []
+    parts = [ids[:, i : i + size] for i in range(0, len(prompt), size)]
+    while len(new) < count:
+        for part in parts:
+            state = model.fade(state, part.shape[1], half_life)
+            logits, state = model.step(part, state)
+        parts = [np.argmax(to_numpy(logits)[:, -1:], axis=-1)]
+        new.append(int(parts[0][0, 0]))
+    return new
 
 
 def test_generation_forgets_what_has_faded(monkeypatch):
@@ -324,13 +367,21 @@ def test_generation_forgets_what_has_faded(monkeypatch):
 
     monkeypatch.setattr(generation, "SEGMENT", 16)
     monkeypatch.setattr(generation, "ROUND", 8)
+    # Where all is seen through features a half-life tells soonest.
+    model = make(local_window=0, position=None)
     prompts = [tokens(1, n, seed=n)[0] for n in (50, 16, 3)]
-    options = {"temperature": 0, "far_half_life": 9}
-    actual = model.generate(prompts, 5, **options)
-    alone = [model.generate([x], 5, **options)[0] for x in prompts]
-    np.testing.assert_array_equal(actual, alone)
-    with pytest.raises(ValueError, match="`far_half_life`"):
-        model.generate(prompts, 5, far_half_life=0)
+    for half_life, size in ((np.int64(5), 8), (30, 16)):
+        actual = model.generate(
+            prompts, 12, temperature=0, far_half_life=half_life
+        )
+        expected = [
+            _faded_greedy(model, x, 12, float(half_life), size)
+            for x in prompts
+        ]
+        np.testing.assert_array_equal(actual, expected)
+    for wrong in (0, -1.0, float("inf"), float("nan"), "long"):
+        with pytest.raises(ValueError, match="`far_half_life`"):
+            model.generate(prompts, 5, far_half_life=wrong)
     with pytest.raises(ValueError, match="`far_half_life`.*sequence again"):
         make(feature_map="exact").generate(prompts, 5, far_half_life=9)
 
