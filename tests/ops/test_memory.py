@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -113,6 +114,25 @@ def test_the_check_of_memory_can_fail(attend):
     limit = HEADS * (length // CHUNK) * FEATURES * DIM
     assert larger_than(shapes, limit - 1)
     assert bool(quadratic(shapes, length)) == (attend is exact)
+
+
+@pytest.mark.tensorflow_only("XLA's plan of the loops that TensorFlow makes")
+def test_a_loop_holds_no_copies_and_later_loops_hold_nothing_yet():
+    import tensorflow as tf
+
+    # With the window: 8 blocks of 128, widths 64 and 65 (with the ones).
+    function, arrays = gradients(ATTENTION["window"], 1024)
+    function = tf.function(function, jit_compile=True, autograph=False)
+    text = function.experimental_get_compiler_ir(*arrays)("optimized_hlo")
+    assert "is_scheduled=true" in text
+    entry = text[text.index("ENTRY") :]
+    before, loop = re.split(r"(?= while\()", entry)[0].rsplit("\n", 1)
+    blocks = rf"f32\[8,1,{HEADS},128,6[45]\]"
+    # Query, key, values and output; blocks before are elements of them.
+    assert len(re.findall(blocks, loop)) == 4
+    # Each of the three transposed, and copied for it; the output's memory.
+    # That of the seven gradients is not set aside until their loops begin.
+    assert len(re.findall(rf"= {blocks}", before)) <= 7
 
 
 @pytest.mark.parametrize("name", ATTENTION)
