@@ -60,6 +60,7 @@ import keras_performer
 from examples import common
 from keras_performer import feature_maps
 from keras_performer import ops as attention_ops
+from keras_performer.models import generation
 
 LEVELS = ("op", "parts", "model", "decode")
 KINDS = ("causal", "window", "bidirectional")
@@ -623,9 +624,7 @@ def _tokens(model, ids):
     """A function that makes `DECODE_TOKENS` tokens after a text."""
     last, state = model._take_in(list(ids))
     loop = model._compiled("continue_state")
-    draw = {"temperature": np.float32(1), "top_p": None}
-    draw |= {"end_id": np.int32(-1), "seed": np.int32(0)}
-    draw |= {"far_half_life": None}
+    draw = generation.draw_options(seed=0)
     count = DECODE_TOKENS
     return lambda: loop(last, state, np.int32(count), count, None, draw)[0, 0]
 

@@ -207,8 +207,7 @@ def _carried_nats(model, documents, tokenizer, config, far_half_life):
 
     @tf.function(jit_compile=config.jit_compile)
     def segment_nats(x, y, weight, state):
-        if far_half_life is not None:
-            state = model.fade(state, length, far_half_life)
+        state = model.fade(state, length, far_half_life)
         logits, state = model.step(x, state)
         nats = ops.sum(common.token_nats(y, logits) * weight, axis=-1)
         return nats, state

@@ -51,8 +51,7 @@ def stream(
 
     @functools.partial(tf.function, jit_compile=True)
     def read(ids, state):
-        if far_half_life is not None:
-            state = model.fade(state, ids.shape[1], far_half_life)
+        state = model.fade(state, ids.shape[1], far_half_life)
         logits, state = model.step(ids, state)
         return logits[:, -1], state
 

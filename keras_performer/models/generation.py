@@ -88,43 +88,29 @@ class Generation:
         )
         arguments.check_integer("max_new_tokens", max_new_tokens)
         arguments.check_integer("top_k", top_k, optional=True)
-        _check_number("temperature", temperature, 0.0, float("inf"))
-        if top_p is not None:
-            _check_number("top_p", top_p, 0.0, 1.0, above=True)
-        if seed is None:
-            seed = random.randint(0, 2**31 - 1)
-        arguments.check_integer("seed", seed, least=0)
+        options = draw_options(
+            temperature, top_p, end_id, seed, far_half_life
+        )
         prompts = _prompts(prompt_ids, mask, self.mask_zero)
         self._check_tokens("prompt_ids", np.concatenate(prompts))
         if end_id is not None:
-            arguments.check_integer("end_id", end_id, least=0)
             self._check_tokens("end_id", np.array([end_id]))
         longest = max(map(len, prompts))
         # The last token is not read again.
         streams = self._streams(longest + max_new_tokens - 1)
-        if far_half_life is not None:
-            _check_number("far_half_life", far_half_life, 1e-3, float("inf"))
-            if not streams:
-                raise arguments.invalid(
-                    "far_half_life",
-                    "None where the model runs on the whole sequence again",
-                    far_half_life,
-                )
+        if far_half_life is not None and not streams:
+            raise arguments.invalid(
+                "far_half_life",
+                "None where the model runs on the whole sequence again",
+                far_half_life,
+            )
         run = self._stream if streams else self._repeat
         tokens = run(
             prompts,
             max_new_tokens,
             _round_up(max_new_tokens, ROUND),
             top_k,
-            {
-                "temperature": np.float32(temperature),
-                "top_p": None if top_p is None else np.float32(top_p),
-                "end_id": np.int32(-1 if end_id is None else end_id),
-                "seed": np.int32(seed % 2**31),
-                "far_half_life": None
-                if far_half_life is None
-                else np.float32(far_half_life),
-            },
+            options,
         )
         return np.asarray(tokens)[:, :max_new_tokens]
 
@@ -254,6 +240,30 @@ class Generation:
         return continue_state(self, last, state, *arguments)
 
 
+def draw_options(
+    temperature=1.0, top_p=None, end_id=None, seed=None, far_half_life=None
+):
+    """What the compiled loops are handed, from arguments of `generate`."""
+    _check_number("temperature", temperature, 0.0, float("inf"))
+    if top_p is not None:
+        _check_number("top_p", top_p, 0.0, 1.0, above=True)
+    if end_id is not None:
+        arguments.check_integer("end_id", end_id, least=0)
+    if seed is None:
+        seed = random.randint(0, 2**31 - 1)
+    arguments.check_integer("seed", seed, least=0)
+    if far_half_life is not None:
+        _check_number("far_half_life", far_half_life, 1e-3, float("inf"))
+        far_half_life = np.float32(far_half_life)
+    return {
+        "temperature": np.float32(temperature),
+        "top_p": None if top_p is None else np.float32(top_p),
+        "end_id": np.int32(-1 if end_id is None else end_id),
+        "seed": np.int32(seed % 2**31),
+        "far_half_life": far_half_life,
+    }
+
+
 def prefill(model, ids, mask, last, state, half_life):
     """Takes in a segment of the prompts.
 
@@ -270,7 +280,7 @@ def prefill(model, ids, mask, last, state, half_life):
         the state after it.
     """
     count = ops.sum(ops.cast(mask, "int32"), axis=1)  # [B]
-    state = _faded(model, state, count, half_life)
+    state = model.fade(state, count, half_life)
     x, state = model._advance(ids, state, mask)
     count = count[:, None, None]
     new = ops.take_along_axis(x, ops.maximum(count - 1, 0), axis=1)
@@ -295,7 +305,7 @@ def continue_state(model, last, state, count, size, top_k, options):
 
     def advance(token, x, *values):
         state = dict(zip(names, values))
-        state = _faded(model, state, 1, options["far_half_life"])
+        state = model.fade(state, 1, options["far_half_life"])
         x, new = model._advance(token, state)
         return ops.cast(x, last.dtype), *(new[name] for name in names)
 
@@ -304,13 +314,6 @@ def continue_state(model, last, state, count, size, top_k, options):
 
     start = (last, *(state[name] for name in names))
     return _loop(start, logits, advance, count, size, top_k, options)
-
-
-def _faded(model, state, count, half_life):
-    """A state before `count` tokens are read; see `PerformerLM.fade`."""
-    if half_life is None:
-        return state
-    return model.fade(state, count, half_life)
 
 
 def continue_ids(model, ids, lengths, count, size, top_k, options):

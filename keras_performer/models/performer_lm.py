@@ -280,7 +280,8 @@ class PerformerLM(Generation, keras.Model):
                 them.
             half_life: Number of tokens, or a scalar tensor: all that is not
                 in the window is multiplied by `0.5 ** (count / half_life)`.
-                There is no gradient with respect to either.
+                There is no gradient with respect to either. `None`: nothing
+                fades.
 
         Returns:
             The new state. Tokens of the window, and positions, are as before.
@@ -293,6 +294,8 @@ class PerformerLM(Generation, keras.Model):
             raise arguments.invalid(
                 "count", "a number of at least 0", count
             )
+        if half_life is None:
+            return state
         if isinstance(half_life, numbers.Real):
             arguments.check_positive("half_life", float(half_life))
 

@@ -376,6 +376,7 @@ def test_letters_of_several_bytes_are_streamed_whole(monkeypatch):
     ids = [byte + 1 for byte in text.encode()] + [0]
     model = types.SimpleNamespace(
         get_initial_state=lambda batch: {"position": tf.zeros(1, "int32")},
+        fade=lambda state, count, half_life: state,
         step=lambda ids, state: (tf.zeros((1, 1, 257)), state),
     )
 

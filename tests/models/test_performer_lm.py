@@ -326,6 +326,7 @@ def test_what_fades_counts_as_so_much_less(options):
         np.testing.assert_array_equal(
             faded["block_0_sums"], state["block_0_sums"]
         )
+    assert model.fade(state, 3, None) is state
     for count, half_life in ((-1, 3), (float("nan"), 3), (3, 0)):
         name = "count" if half_life else "half_life"
         with pytest.raises(ValueError, match=f"`{name}`"):
