@@ -11,6 +11,7 @@ from keras import regularizers
 from keras_performer import arguments
 from keras_performer import feature_maps
 from keras_performer import ops as attention_ops
+from keras_performer.layers.dropout import drop
 from keras_performer.layers.embeddings import rotary_embedding
 from keras_performer.layers.embeddings import state_positions
 from keras_performer.layers.feature_state import FeatureState
@@ -387,9 +388,7 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
             output = self._attend(query, key, value, key_mask, causal)
         output = self.attention_output(output)
         if training and self.dropout:
-            output = keras.random.dropout(
-                output, self.dropout, seed=self._dropout_generator
-            )
+            output = drop(output, self.dropout, self._dropout_generator)
         if return_state:
             return output, state
         return (output, scores) if return_attention_scores else output

@@ -9,6 +9,7 @@ from keras import regularizers
 
 from keras_performer import arguments
 from keras_performer import feature_maps
+from keras_performer.layers.dropout import drop
 from keras_performer.layers.masks import boolean_mask
 from keras_performer.layers.masks import check_key_mask
 from keras_performer.layers.masks import mask_shape
@@ -271,9 +272,7 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
             x = self.feedforward_norm(x)
         x = self.output_dense(self.intermediate(x))
         if training and self.dropout:
-            x = keras.random.dropout(
-                x, self.dropout, seed=self._dropout_generator
-            )
+            x = drop(x, self.dropout, self._dropout_generator)
         x = residual + x
         if not self.normalize_first:
             x = self.feedforward_norm(x)

@@ -1,0 +1,127 @@
+"""Dropout of replicas: the masks of one device, each for its own rows."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_performer.layers import PerformerAttention
+from keras_performer.layers import PerformerBlock
+from keras_performer.layers import dropout
+from tests.testing import assert_close
+from tests.testing import assert_differs
+from tests.testing import normal
+from tests.testing import to_numpy
+from tools import compile_for_tpu
+
+tf = pytest.importorskip("tensorflow", reason="tf.distribute is TensorFlow's")
+pytestmark = pytest.mark.tensorflow_only("tf.distribute is TensorFlow's")
+
+ROWS = 3  # of each replica, of 7 x 5: their numbers begin within a block
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+def run(strategy, function, x):
+    """`function` of each replica's rows of `x`, one after the other."""
+    parts = strategy.experimental_distribute_values_from_function(
+        lambda context: x[context.replica_id_in_sync_group * ROWS :][:ROWS]
+    )
+    outputs = tf.function(lambda part: strategy.run(function, args=(part,)))(
+        parts
+    )
+    return [
+        np.concatenate([to_numpy(part) for part in values.values])
+        for values in outputs
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_replicas_drop_what_one_device_does(dtype, two_replicas):
+    x = tf.ones((2 * ROWS, 7, 5), dtype)
+    with two_replicas.scope():
+        generators = [keras.random.SeedGenerator(3) for _ in range(2)]
+    expected = [
+        to_numpy(keras.random.dropout(x, 0.3, seed=generators[0]))
+        for _ in range(2)
+    ]
+    found = run(
+        two_replicas,
+        lambda part: [dropout.drop(part, 0.3, generators[1]) for _ in range(2)],
+        x,
+    )
+    np.testing.assert_array_equal(found, expected)
+    # Keras's own repeats the mask of the first replica.
+    (own,) = run(
+        two_replicas,
+        lambda part: [keras.random.dropout(part, 0.3, seed=generators[0])],
+        x,
+    )
+    np.testing.assert_array_equal(own[:ROWS], own[ROWS:])
+    assert_differs(found[0][:ROWS], found[0][ROWS:])
+    assert_differs(found[0], found[1])
+
+
+@pytest.mark.parametrize("jit_compile", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_those_of_the_whole(dtype, jit_compile):
+    seed = tf.constant((5, -7))
+
+    @tf.function(jit_compile=jit_compile)
+    def whole():
+        return tf.random.stateless_uniform((11, 7, 5), seed, dtype=dtype)
+
+    signature = (
+        tf.TensorSpec((None, 7, 5), dtype), tf.TensorSpec((), tf.int64),
+    )
+
+    @tf.function(jit_compile=jit_compile, input_signature=signature)
+    def part(x, first):
+        numbers = dropout._uniform(x, seed, first)
+        assert numbers.shape[1:] == (7, 5)
+        return numbers
+
+    expected = to_numpy(whole())
+    for first in range(9):
+        found = part(tf.zeros((2, 7, 5), dtype), first)
+        np.testing.assert_array_equal(to_numpy(found), expected[first:][:2])
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("topology", ("v2:2x2x1", "v5e:1x1"))
+def test_rows_compile_for_a_tpu(topology):
+    x, first = tf.zeros((ROWS, 7, 5), "bfloat16"), tf.constant(ROWS, "int64")
+    text = compile_for_tpu.lower(
+        lambda x, first: dropout._uniform(x, (5, -7), first), x, first
+    )
+    assert compile_for_tpu.compile_text(text, topology).fits
+
+
+LAYERS = {
+    "attention": lambda: PerformerAttention(2, 5, dropout=0.4, seed=1),
+    "block": lambda: PerformerBlock(
+        2, 13, key_dim=3, dropout=0.4, seed=1
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_and_its_gradient_are_those_of_one_device(kind, two_replicas):
+    x = normal(2 * ROWS, 7, 11)
+    weight = normal(2 * ROWS, 7, 11, seed=1)
+    with two_replicas.scope():
+        one, many = LAYERS[kind](), LAYERS[kind]()
+        one.build(x.shape), many.build(x.shape)
+        many.set_weights(one.get_weights())
+
+    def gradients(layer, both):
+        inputs, factors = both[..., :11], both[..., 11:]
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            outputs = layer(inputs, training=True)
+        return outputs, tape.gradient(outputs, inputs, factors)
+
+    both = tf.concat([x, weight], -1)
+    found = run(two_replicas, lambda part: gradients(many, part), both)
+    # The same operations on fewer rows: float32 roundings of some products.
+    for value, other in zip(found, gradients(one, both), strict=True):
+        assert_close(value, other, 1e-5)
+    assert_differs(one(x, training=True), one(x, training=False))
