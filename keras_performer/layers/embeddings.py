@@ -39,6 +39,7 @@ def rotary_embedding(x, positions=None):
     half = x.shape[-1] // 2
     if positions is None:
         positions = ops.arange(ops.shape(x)[1], dtype="int32")
+        positions = positions + _zero(x)
     # [L, 1, D/2] or [B, L, 1, D/2]
     angle = _angles(positions, half, dtype)[..., None, :]
     cos, sin = ops.cos(angle), ops.sin(angle)
@@ -48,6 +49,18 @@ def rotary_embedding(x, positions=None):
         [first * cos - second * sin, second * cos + first * sin], axis=-1
     )
     return ops.cast(rotated, given)
+
+
+def _zero(x):
+    """0, and no compiler knows it before it runs XLA.
+
+    TensorFlow folds what depends on constants alone into one constant of up
+    to 10 MB before it hands a program to XLA: tables of all positions, a
+    dozen of them in each layer's step. XLA itself sees the zero, keeps a
+    formula, and computes it once for all layers.
+    """
+    entry = ops.sum(ops.cast(x[:1, :1, 0, 0] > 0, "int32"))
+    return 0 * entry
 
 
 def state_positions(first, tokens, mask=None):

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_performer.layers import PerformerAttention
 from keras_performer.layers import TokenAndPositionEmbedding
 from keras_performer.layers.embeddings import rotary_embedding
 from tests.layers.dense_oracle import VARIANTS
@@ -12,6 +13,7 @@ from tests.testing import assert_close
 from tests.testing import assert_differs
 from tests.testing import normal
 from tests.testing import to_numpy
+from tools import compile_for_tpu
 
 if ON_TENSORFLOW:
     import tensorflow as tf
@@ -175,3 +177,23 @@ def test_the_mask_of_the_embedding_reaches_the_block():
     output = block(embedding(ids))
     assert_close(output, block(x, mask=ids != 0), 1e-6)
     assert_differs(output, block(x))
+
+
+@pytest.mark.tensorflow_only("what TensorFlow hands to XLA")
+def test_no_table_of_positions_is_part_of_a_program():
+    def size(length):
+        layer = PerformerAttention(2, 16, rotary=True, causal=True)
+
+        def gradient(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                loss = tf.reduce_sum(layer(x, x) ** 2)
+            return tape.gradient(loss, x)
+
+        x = tf.zeros((1, length, 32))
+        layer.build(x.shape, x.shape)
+        return len(compile_for_tpu.lower(gradient, x))
+
+    # A table of 512 more positions, 8 wide, has 32 kB in hexadecimals, of
+    # the 250 kB of the program.
+    assert size(1024) - size(512) < 10_000
