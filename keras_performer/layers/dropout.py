@@ -9,65 +9,74 @@ numbers, so a replica begins to count where its rows begin.
 import keras
 from keras import ops
 
+from keras_performer.layers.steps import draw_seed
+from keras_performer.ops.projections import StepSeed
+
 
 def drop(x, rate, generator):
-    """`keras.random.dropout`, aware of `tf.distribute`.
+    """`keras.random.dropout`, aware of `tf.distribute` and of recomputation.
+
+    Where all replicas hold equally many rows, their masks one after the other
+    are what one device draws for the whole batch (one of the same kind: XLA
+    draws other numbers, and so does Keras on a TPU). Where they do not, some
+    rows of two replicas share a mask.
 
     Args:
         x: Tensor `(batch, ...)`; on a replica its rows of the batch.
         rate: Share of the entries that become zero, a float below 1.
-        generator: `keras.random.SeedGenerator`, the same on all replicas.
+        generator: `keras.random.SeedGenerator`, made in the strategy's scope.
 
     Returns:
-        A tensor like `x`. Where all replicas hold equally many rows, theirs
-        one after the other equal what one device gives for the whole batch
-        (on TPUs, whose generator promises no order, they are independent).
+        A tensor like `x`.
     """
-    first = _rows_before(x)
-    if first is None:
-        return keras.random.dropout(x, rate, seed=generator)
-    keep = _uniform(x, generator.next(), first) >= rate
+    seed = draw_seed(generator)
+    replica = _replica()
+    if replica is None:
+        return keras.random.dropout(x, rate, seed=StepSeed(seed))
+    keep = _uniform(x, seed, replica) >= rate
     return ops.where(keep, x * (1 / (1 - rate)), ops.zeros_like(x))
 
 
-def _rows_before(x):
-    """Rows of the replicas before this one; `None` where there is just one."""
+def _replica():
+    """The index of this replica; `None` where there is just one."""
     if keras.config.backend() != "tensorflow":
         return None  # JAX draws for the batch, whatever holds its parts.
     import tensorflow as tf
 
-    replica = tf.distribute.get_replica_context()
-    if replica is None or replica.num_replicas_in_sync == 1:
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
         return None
-    index = tf.cast(replica.replica_id_in_sync_group, tf.int64)
-    return index * tf.shape(x, tf.int64)[0]
+    return context.replica_id_in_sync_group
 
 
-def _uniform(x, seed, first):
-    """Rows from `first` on of what `tf.random.stateless_uniform` draws.
+def _uniform(x, seed, replica):
+    """What `keras.random.uniform` draws, from this replica's rows on.
 
     Args:
-        x: Tensor of the shape and dtype of these rows.
-        seed: Integer tensor (2,).
-        first: Scalar int64 tensor.
+        x: Tensor of the shape and dtype to draw.
+        seed: Integer tensor (2,), as a `SeedGenerator` gives it.
+        replica: How many replicas of as many rows come before.
     """
     import tensorflow as tf
 
-    shape = tf.shape(x, tf.int64)
+    shape = tf.shape(x)
     count = tf.reduce_prod(shape)
-    before = first * tf.reduce_prod(shape[1:])
+    before = tf.cast(count, tf.int64) * tf.cast(replica, tf.int64)
     # One step of the counter gives 128 bits: four numbers, or two of 64 bits.
     # Half types are made of 32 bits each.
     step = 2 if x.dtype == tf.float64 else 4
-    start = tf.raw_ops.StatelessRandomGetKeyCounter(seed=tf.cast(seed, "int32"))
+    # The range in which Keras takes seeds.
+    seed = tf.math.floormod(tf.cast(seed, tf.int64), tf.int32.max - 1)
+    start = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     # Its lower word begins at 0, so nothing is carried.
     counter = start.counter + tf.cast(tf.stack([before // step, 0]), "uint64")
     numbers = tf.raw_ops.StatelessRandomUniformV2(
         shape=tf.reshape(count + step - 1, (1,)),
         key=start.key,
         counter=counter,
-        alg=tf.random.Algorithm.AUTO_SELECT.value,
+        # The one that counts so, on every device.
+        alg=tf.random.Algorithm.PHILOX.value,
         dtype=x.dtype,
     )
-    numbers = tf.slice(numbers, [before % step], [count])
-    return tf.reshape(numbers, shape)
+    skipped = tf.cast(before % step, tf.int32)
+    return tf.reshape(tf.slice(numbers, [skipped], [count]), shape)

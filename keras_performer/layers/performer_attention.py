@@ -22,6 +22,7 @@ from keras_performer.layers.masks import check_mask_argument
 from keras_performer.layers.masks import combined_key_mask
 from keras_performer.layers.masks import differ
 from keras_performer.layers.masks import mask_shape
+from keras_performer.layers.steps import parts_scope
 
 # W of causal softmax maps where nobody chose another.
 DEFAULT_LOCAL_WINDOW = 128
@@ -287,23 +288,24 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
         self._add_feature_state()
 
     def _dense(self, index, equation, output_shape, bias_axes, name):
-        dense = keras.layers.EinsumDense(
-            equation,
-            output_shape=output_shape,
-            bias_axes=bias_axes if self.use_bias else None,
-            kernel_initializer=arguments.distinct_initializer(
-                self.kernel_initializer, index
-            ),
-            bias_initializer=arguments.distinct_initializer(
-                self.bias_initializer, index
-            ),
-            kernel_regularizer=self.kernel_regularizer,
-            bias_regularizer=self.bias_regularizer,
-            kernel_constraint=self.kernel_constraint,
-            bias_constraint=self.bias_constraint,
-            dtype=self.dtype_policy,
-            name=name,
-        )
+        with parts_scope():
+            dense = keras.layers.EinsumDense(
+                equation,
+                output_shape=output_shape,
+                bias_axes=bias_axes if self.use_bias else None,
+                kernel_initializer=arguments.distinct_initializer(
+                    self.kernel_initializer, index
+                ),
+                bias_initializer=arguments.distinct_initializer(
+                    self.bias_initializer, index
+                ),
+                kernel_regularizer=self.kernel_regularizer,
+                bias_regularizer=self.bias_regularizer,
+                kernel_constraint=self.kernel_constraint,
+                bias_constraint=self.bias_constraint,
+                dtype=self.dtype_policy,
+                name=name,
+            )
         # It acts on each token alone; Keras would warn that it drops masks.
         dense.supports_masking = True
         return dense
@@ -392,6 +394,9 @@ class PerformerAttention(FeatureState, keras.layers.Layer):
         if return_state:
             return output, state
         return (output, scores) if return_attention_scores else output
+
+    def _dropout_generators(self):
+        return [self._dropout_generator] if self.dropout else []
 
     def _check_stateful(self, causal, return_attention_scores):
         """Raises where a call cannot continue a sequence or be continued."""

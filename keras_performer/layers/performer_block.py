@@ -16,6 +16,7 @@ from keras_performer.layers.masks import mask_shape
 from keras_performer.layers.performer_attention import PerformerAttention
 from keras_performer.layers.performer_attention import no_regularized_state
 from keras_performer.layers.steps import TrainingSteps
+from keras_performer.layers.steps import parts_scope
 
 
 @keras.saving.register_keras_serializable(package="keras_performer")
@@ -197,6 +198,16 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
                     f"x.shape={tuple(x_shape)}"
                 )
             key_dim = width // self.num_heads
+        with parts_scope():
+            self._build_parts(x_shape, key_dim)
+        # Far from the seeds of attention's dropout, here and in other blocks
+        # whose seeds count up: their masks have the same shape.
+        self._dropout_generator = arguments.dropout_generator(
+            self.dropout, self.seed, offset=2**16
+        )
+        self._width = width
+
+    def _build_parts(self, x_shape, key_dim):
         self.attention = self._attention(key_dim)
         self.attention.build(x_shape)
         self.attention_norm = self._norm("attention_norm", x_shape)
@@ -210,15 +221,11 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
         )
         self.intermediate.build(x_shape)
         self.output_dense = keras.layers.Dense(
-            width, name="output_dense", **self._dense_options(seed_offset=5)
+            x_shape[-1],
+            name="output_dense",
+            **self._dense_options(seed_offset=5),
         )
         self.output_dense.build((*x_shape[:-1], self.intermediate_dim))
-        # Far from the seeds of attention's dropout, here and in other blocks
-        # whose seeds count up: their masks have the same shape.
-        self._dropout_generator = arguments.dropout_generator(
-            self.dropout, self.seed, offset=2**16
-        )
-        self._width = width
 
     def _norm(self, name, shape):
         norm = keras.layers.LayerNormalization(
@@ -277,6 +284,10 @@ class PerformerBlock(TrainingSteps, keras.layers.Layer):
         if not self.normalize_first:
             x = self.feedforward_norm(x)
         return x, state
+
+    def _dropout_generators(self):
+        own = [self._dropout_generator] if self.dropout else []
+        return self.attention._dropout_generators() + own
 
     def _check_stateful(self):
         """Raises where the block has no state."""

@@ -1,8 +1,9 @@
 """What a layer does once at the start of each training step.
 
-Redrawing the projection and adopting new statistics must happen outside
-whatever is recomputed in the backward pass (`keras.RematScope`), or the
-gradient would be that of other features than the output's.
+Redrawing the projection, adopting new statistics and drawing the seeds of
+dropout must happen outside whatever is recomputed in the backward pass
+(`keras.RematScope`), or the gradient would be that of other features and masks
+than the output's.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import weakref
 import keras
 from keras import ops
 from keras.src.backend.common import global_state
+from keras.src.backend.common.remat import get_current_remat_mode
 
 from keras_performer.ops.projections import StepSeed
 
@@ -21,6 +23,7 @@ class _Thread(threading.local):
 
     def __init__(self):
         self.held = []
+        self.seeds = []
         self.steps = weakref.WeakKeyDictionary()
 
 
@@ -59,6 +62,10 @@ class TrainingSteps:
         """
         raise NotImplementedError
 
+    def _dropout_generators(self):
+        """The generators whose seeds a training call draws, in that order."""
+        raise NotImplementedError
+
     def _recomputes_on_jax(self):
         """Whether `call` changes weights, which JAX cannot do twice."""
         return True
@@ -85,22 +92,62 @@ class TrainingSteps:
         leaves = keras.tree.flatten((args, kwargs))
         index = [i for i, leaf in enumerate(leaves) if ops.is_tensor(leaf)]
 
+        tensors = [leaves[i] for i in index]
+        training = kwargs.get("training")
+        if training:
+            tensors += [draw_seed(g) for g in self._dropout_generators()]
+
         def after_step(*tensors):
             values = list(leaves)
             for i, tensor in zip(index, tensors):
                 values[i] = tensor
             filled = keras.tree.pack_sequence_as((args, kwargs), values)
-            with self._hold_step():
+            with self._hold_step(), _hold_seeds(tensors[len(index) :]):
                 return layer_call(*filled[0], **filled[1])
 
-        tensors = [leaves[i] for i in index]
         recomputed = super().rematerialized_call(after_step, *tensors)
 
         def call(*args, **kwargs):
-            self._step(kwargs.get("training"), kwargs.get("initial_state"))
+            self._step(training, kwargs.get("initial_state"))
             return recomputed(*tensors)
 
         return call
+
+
+def parts_scope():
+    """A scope for the sublayers of a layer that recomputes as a whole.
+
+    They would compute again what it computes again anyway, and Keras's own
+    layers cannot do so in a graph (keras#21207). Their activation functions
+    are another matter.
+    """
+    mode = get_current_remat_mode()
+    if mode is None or mode.mode == "activations":
+        return contextlib.nullcontext()
+    return keras.RematScope(mode=None)
+
+
+@contextlib.contextmanager
+def _hold_seeds(seeds):
+    """Within, `draw_seed` gives these, whatever the generator."""
+    _thread.seeds.append(list(seeds))
+    try:
+        yield
+    finally:
+        _thread.seeds.pop()
+
+
+def draw_seed(generator):
+    """The next seed of a layer's dropout: a tensor of two integers.
+
+    In what is recomputed, it is one that was drawn before.
+
+    Args:
+        generator: `keras.random.SeedGenerator`.
+    """
+    if _thread.seeds:
+        return _thread.seeds[-1].pop(0)
+    return generator.next()
 
 
 def redraw_if_due(state, projection, interval, draw, fresh=None):

@@ -13,6 +13,7 @@ from keras_performer.layers.embeddings import TokenAndPositionEmbedding
 from keras_performer.layers.embeddings import state_positions
 from keras_performer.layers.masks import boolean_mask
 from keras_performer.layers.performer_block import PerformerBlock
+from keras_performer.layers.steps import parts_scope
 from keras_performer.models.generation import Generation
 from keras_performer.ops.chunks import LOG_ZERO
 
@@ -133,17 +134,18 @@ class PerformerLM(Generation, keras.Model):
         precise = "float64" if dtype.compute_dtype == "float64" else "float32"
 
         # Layers.
-        self.embedding = TokenAndPositionEmbedding(
-            vocabulary_size,
-            sequence_length,
-            hidden_dim,
-            position=None if rotary else position,
-            mask_zero=mask_zero,
-            grid=grid,
-            reverse_dtype=precise,
-            dtype=dtype,
-            name="embedding",
-        )
+        with parts_scope():
+            self.embedding = TokenAndPositionEmbedding(
+                vocabulary_size,
+                sequence_length,
+                hidden_dim,
+                position=None if rotary else position,
+                mask_zero=mask_zero,
+                grid=grid,
+                reverse_dtype=precise,
+                dtype=dtype,
+                name="embedding",
+            )
         self.blocks = _blocks(
             num_layers,
             seed,
@@ -161,14 +163,15 @@ class PerformerLM(Generation, keras.Model):
             layer_norm_epsilon=layer_norm_epsilon,
             dtype=dtype,
         )
-        self.final_norm = keras.layers.LayerNormalization(
-            epsilon=layer_norm_epsilon, dtype=dtype, name="final_norm"
-        )
-        self.head = None
-        if not tie_embeddings:
-            self.head = keras.layers.Dense(
-                vocabulary_size, dtype=precise, name="head"
+        with parts_scope():
+            self.final_norm = keras.layers.LayerNormalization(
+                epsilon=layer_norm_epsilon, dtype=dtype, name="final_norm"
             )
+            self.head = None
+            if not tie_embeddings:
+                self.head = keras.layers.Dense(
+                    vocabulary_size, dtype=precise, name="head"
+                )
 
         # Functional model.
         ids = keras.Input((None,), dtype="int32", name="ids")
@@ -202,6 +205,13 @@ class PerformerLM(Generation, keras.Model):
         self.activation = activations.get(activation)
         self.layer_norm_epsilon = layer_norm_epsilon
         self.seed = seed
+
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        """Keras's hook: each block computes its activations again.
+
+        All of them at once would save nothing.
+        """
+        return layer_call
 
     def call(self, inputs, training=None, mask=None):
         if self.mask_zero and mask is not None:

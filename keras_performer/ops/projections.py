@@ -110,4 +110,6 @@ class StepSeed(keras.random.SeedGenerator):
         self.words = words
 
     def next(self, ordered=True):
-        return ops.cast(self.words, "uint32")
+        # As the state of a generator, of which Keras makes what is in range.
+        tensorflow = keras.config.backend() == "tensorflow"
+        return ops.cast(self.words, "int64" if tensorflow else "uint32")

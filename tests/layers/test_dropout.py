@@ -34,11 +34,19 @@ def run(strategy, function, x):
     ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_replicas_drop_what_one_device_does(dtype, two_replicas):
+# Of Keras's seeds, all that it takes in another way: below 0, and large.
+SEEDS = (3, -7, 2**31 - 2, 2**40 + 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seed"),
+    [(dtype, 3) for dtype in DTYPES]
+    + [("float32", seed) for seed in SEEDS[1:]],
+)
+def test_replicas_drop_what_one_device_does(dtype, seed, two_replicas):
     x = tf.ones((2 * ROWS, 7, 5), dtype)
     with two_replicas.scope():
-        generators = [keras.random.SeedGenerator(3) for _ in range(2)]
+        generators = [keras.random.SeedGenerator(seed) for _ in range(2)]
     expected = [
         to_numpy(keras.random.dropout(x, 0.3, seed=generators[0]))
         for _ in range(2)
@@ -63,35 +71,53 @@ def test_replicas_drop_what_one_device_does(dtype, two_replicas):
 @pytest.mark.parametrize("jit_compile", (False, True))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_those_of_the_whole(dtype, jit_compile):
-    seed = tf.constant((5, -7))
+    seed = tf.constant((5, 7))
 
     @tf.function(jit_compile=jit_compile)
     def whole():
         return tf.random.stateless_uniform((11, 7, 5), seed, dtype=dtype)
 
     signature = (
-        tf.TensorSpec((None, 7, 5), dtype), tf.TensorSpec((), tf.int64),
+        tf.TensorSpec((None, 7, 5), dtype), tf.TensorSpec((), tf.int32),
     )
 
     @tf.function(jit_compile=jit_compile, input_signature=signature)
-    def part(x, first):
-        numbers = dropout._uniform(x, seed, first)
+    def part(x, replica):
+        numbers = dropout._uniform(x, seed, replica)
         assert numbers.shape[1:] == (7, 5)
         return numbers
 
     expected = to_numpy(whole())
-    for first in range(9):
-        found = part(tf.zeros((2, 7, 5), dtype), first)
-        np.testing.assert_array_equal(to_numpy(found), expected[first:][:2])
+    for rows in (1, 2, 3):
+        for replica in range(3):
+            found = part(tf.zeros((rows, 7, 5), dtype), replica)
+            np.testing.assert_array_equal(
+                to_numpy(found), expected[replica * rows :][:rows]
+            )
+
+
+def test_xla_takes_sizes_that_data_decide():
+    seed = tf.constant((5, -7))
+
+    @tf.function(jit_compile=True)
+    def part(x, keep):
+        return dropout._uniform(tf.boolean_mask(x, keep), seed, 1)
+
+    keep = np.array([True, False, True, True])
+    found = part(tf.zeros((4, 5)), keep)
+    expected = part(tf.zeros((3, 5)), keep[:3] | True)
+    assert_close(found, expected, 0)
 
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("topology", ("v2:2x2x1", "v5e:1x1"))
 def test_rows_compile_for_a_tpu(topology):
-    x, first = tf.zeros((ROWS, 7, 5), "bfloat16"), tf.constant(ROWS, "int64")
+    x, replica = tf.zeros((ROWS, 7, 5), "bfloat16"), tf.constant(3)
     text = compile_for_tpu.lower(
-        lambda x, first: dropout._uniform(x, (5, -7), first), x, first
+        lambda x, replica: dropout._uniform(x, (5, -7), replica), x, replica
     )
+    # What is compiled here is what runs there, not the generator of a CPU.
+    assert "rng_bit_generator" in text and "PHILOX" in text
     assert compile_for_tpu.compile_text(text, topology).fits
 
 
@@ -125,3 +151,39 @@ def test_a_layer_and_its_gradient_are_those_of_one_device(kind, two_replicas):
     for value, other in zip(found, gradients(one, both), strict=True):
         assert_close(value, other, 1e-5)
     assert_differs(one(x, training=True), one(x, training=False))
+
+
+@pytest.mark.parametrize("eagerly", (True, False))
+@pytest.mark.parametrize("where", ("scope", "later"))
+@pytest.mark.parametrize("kind", LAYERS)
+def test_what_is_recomputed_has_the_mask_of_the_output(kind, where, eagerly):
+    x, weight = normal(2, 7, 11), normal(2, 7, 11, seed=1)
+    plain = LAYERS[kind]()
+    plain.build(x.shape)
+    with keras.RematScope(mode="full"):
+        recomputed = LAYERS[kind]()
+        if where == "scope":  # with its sublayers
+            recomputed.build(x.shape)
+    if where == "later":
+        recomputed.build(x.shape)
+    recomputed.set_weights(plain.get_weights())
+
+    def gradients(layer):
+        with tf.GradientTape() as tape:
+            output = layer(x, training=True)
+            loss = tf.reduce_sum(output * weight)
+        return [output, *tape.gradient(loss, layer.trainable_variables)]
+
+    run = gradients if eagerly else tf.function(gradients)
+    for _ in range(2):
+        for found, expected in zip(run(recomputed), run(plain), strict=True):
+            assert_close(found, expected, 1e-5)  # float32 roundings
+    # A generator gives each seed once.
+    for one, other in zip(
+        plain._dropout_generators(),
+        recomputed._dropout_generators(),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(
+            to_numpy(one.state), to_numpy(other.state)
+        )
