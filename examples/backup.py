@@ -46,31 +46,44 @@ class Backup(keras.callbacks.Callback):
         model.optimizer.build(model.trainable_variables)
         if not os.path.exists(self.path):
             return 0
+        arrays, epochs = self.read()
+        variables = _variables(model)
+        if _shapes(variables) != _shapes(arrays):
+            raise self._of_another("model")
+        for name, variable in variables.items():
+            variable.assign(arrays[name])
+        return epochs
+
+    def read(self):
+        """Reads the file.
+
+        Returns:
+            `(arrays, epochs)`: dict of the variables, int.
+
+        Raises:
+            examples.common.UserError: as `restore`.
+        """
         try:
             with np.load(self.path, allow_pickle=False) as file:
                 arrays = dict(file)
             meta = json.loads(str(arrays.pop(_META)))
             settings, epochs = meta["settings"], meta["epochs"]
+            changed = differing(self.settings, settings)
         except Exception as error:  # zipfile, numpy, json: each has its own
             raise UserError(
                 f"{self.path} cannot be read ({error}). Delete it to start "
                 "anew."
             ) from error
-        changed = {
-            name
-            for name in {**self.settings, **settings}
-            if self.settings.get(name) != settings.get(name)
-        }
-        variables = _variables(model)
-        if changed or _shapes(variables) != _shapes(arrays):
-            raise UserError(
-                f"{self.path} is of an unfinished run with another "
-                f"{', '.join(sorted(changed)) or 'model'}. Give this run "
-                "another --output_dir, or delete that file to start anew."
-            )
-        for name, variable in variables.items():
-            variable.assign(arrays[name])
-        return epochs
+        if changed:
+            raise self._of_another(changed)
+        return arrays, epochs
+
+    def _of_another(self, what):
+        return UserError(
+            f"{self.path} is of an unfinished run with another {what}. Give "
+            "this run another --output_dir, or delete that file to start "
+            "anew."
+        )
 
     def on_epoch_end(self, epoch, logs=None):
         arrays = {
@@ -84,6 +97,17 @@ class Backup(keras.callbacks.Callback):
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, self.path)
+
+
+def differing(settings, others):
+    """Names of what differs in two dicts: "a, b"."""
+    return ", ".join(
+        sorted(
+            name
+            for name in {**settings, **others}
+            if settings.get(name) != others.get(name)
+        )
+    )
 
 
 def _shapes(arrays):

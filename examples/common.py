@@ -24,6 +24,7 @@ from absl import flags
 from absl import logging as absl_logging
 
 from examples.backup import Backup
+from examples.backup import differing
 from examples.errors import UserError
 from keras_performer import FeatureMap
 from keras_performer import PerformerLM
@@ -33,6 +34,7 @@ from keras_performer import saving
 from keras_performer.feature_maps import Exact
 
 BACKUP = "backup.npz"
+CHECKPOINTS = ("best.keras", "last.keras")
 DISTRIBUTIONS = ("none", "mirrored", "tpu")
 WITH_FAR_WEIGHT = ("favor+", "favor++", "favor#", "hedgehog")
 # The weights that AdamW must not pull towards zero: Keras matches these words
@@ -102,9 +104,14 @@ def option(default, help, choices=None):
 class TrainingConfig:
     """A model of Performer blocks and its training: what all tasks share.
 
+    Attributes:
+        causal: Whether a token sees only itself and those before.
+
     Raises:
         UserError: a value makes no sense; the message names the field.
     """
+
+    causal = True
 
     batch_size: int = option(8, "Sequences in a step, over all replicas.")
     num_layers: int = option(4, "Performer blocks.")
@@ -169,8 +176,16 @@ class TrainingConfig:
         for name in counts.split():
             check(self, name, getattr(self, name) > 0, "a positive integer")
         for name in ("warmup_steps", "weight_decay", "seed"):
-            check(self, name, getattr(self, name) >= 0, "at least 0")
-        check(self, "learning_rate", self.learning_rate > 0, "more than 0")
+            check(
+                self, name, 0 <= getattr(self, name) < math.inf, "at least 0"
+            )
+        check(self, "seed", self.seed < 2**31, "less than 2**31")
+        check(
+            self,
+            "learning_rate",
+            0 < self.learning_rate < math.inf,
+            "a number above 0",
+        )
         check(self, "dropout", 0 <= self.dropout < 1, "0 <= rate < 1")
         check(
             self,
@@ -178,13 +193,28 @@ class TrainingConfig:
             self.far_weight is None or self.feature_map in WITH_FAR_WEIGHT,
             f"none unless feature_map is one of {WITH_FAR_WEIGHT}",
         )
+        near = self.causal and self.local_window != 0
+        for name, used in (
+            ("far_weight", self.far_weight is not None),
+            ("feature_map", self.feature_map == "window"),
+        ):
+            check(
+                self,
+                name,
+                near or not used,
+                "another where attention has no exact window beside the "
+                "features (in a masked task, and with local_window=0)",
+            )
         optional = (
             "validation_batches gradient_clip far_weight redraw_interval"
         )
         for name in optional.split():
             value = getattr(self, name)
             check(
-                self, name, value is None or value > 0, "more than 0, or none"
+                self,
+                name,
+                value is None or 0 < value < math.inf,
+                "a number above 0, or none",
             )
         check(
             self,
@@ -203,8 +233,9 @@ class TrainingConfig:
             self,
             "jit_compile",
             alone or not self.jit_compile,
-            "false with replicas: a TPU compiles in any case, and Keras "
-            "would hand the variables of several devices to one program",
+            "false with replicas (--nojit_compile): a TPU compiles in any "
+            "case, and Keras would hand the variables of several devices to "
+            "one program",
         )
         check(
             self,
@@ -215,34 +246,99 @@ class TrainingConfig:
         )
 
 
-def write_config(config, folder):
-    """Writes `config.json`, which `read_config` reads, into `folder`."""
-    path = os.path.join(folder, "config.json")
+def claim_folder(config, data_dir, output_dir):
+    """Makes the folder of a run, and sees that no other run's is lost.
+
+    An unfinished run is left as it is, for `fit` to continue. What a finished
+    one with the same settings left is deleted, as all of it will be
+    made anew, and half of it would pass for the new run's.
+
+    Args:
+        config: `TrainingConfig`.
+        data_dir: string, where the data come from, or None.
+        output_dir: folder, made if it is missing. Receives `config.json`.
+
+    Raises:
+        UserError: it holds the models, or the backup, of a run with other
+            settings.
+    """
+    os.makedirs(output_dir, exist_ok=True)
+    settings = {**dataclasses.asdict(config), "data_dir": data_dir}
+    backup = Backup(os.path.join(output_dir, BACKUP), settings)
+    if os.path.exists(backup.path):
+        backup.read()
+        return
+    old = [os.path.join(output_dir, name) for name in CHECKPOINTS]
+    old = [file for file in old if os.path.exists(file)]
+    if old:
+        changed = differing(settings, _read_settings(output_dir))
+        if changed:
+            raise UserError(
+                f"{output_dir} holds the models of a run with another "
+                f"{changed}. Give this run another --output_dir, or delete "
+                "that folder."
+            )
+    for file in old:
+        os.remove(file)
+    path = os.path.join(output_dir, "config.json")
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(dataclasses.asdict(config), file, indent=2)
+        json.dump(settings, file, indent=2)
         file.write("\n")
 
 
 def read_config(kind, folder):
-    """The config of the class `kind` that `write_config` left in `folder`.
+    """The config of the class `kind` of the run that `folder` is of.
 
     Raises:
         UserError: there is none, or it is another program's.
     """
+    settings = _read_settings(folder)
+    settings.pop("data_dir", None)
+    try:
+        return kind(**settings)
+    except TypeError as error:
+        raise _no_config(folder, error) from error
+
+
+def evaluation_data_dir(given, folder, embedded, verbose=1):
+    """Where data come from.
+
+    Args:
+        given: string of `--data_dir`; None: as in the training.
+        folder: of the run.
+        embedded: string, what to call the data that the example brings.
+        verbose: 1 prints it, 0 nothing.
+
+    Returns:
+        string, or None for the embedded data.
+    """
+    if given is None:
+        given = _read_settings(folder).get("data_dir")
+    if verbose:
+        print(f"data: {given or embedded}")
+    return given
+
+
+def _read_settings(folder):
     path = os.path.join(folder, "config.json")
     try:
         with open(path, encoding="utf-8") as file:
-            return kind(**json.load(file))
+            settings = json.load(file)
+        return {**settings}
     except FileNotFoundError:
         raise UserError(
             "The training command writes config.json beside its models; "
             f"there is none at {path}."
         ) from None
-    except (TypeError, json.JSONDecodeError) as error:
-        raise UserError(
-            f"{path} was not written by the training command of this "
-            f"example: {error}"
-        ) from None
+    except (TypeError, ValueError) as error:
+        raise _no_config(folder, error) from error
+
+
+def _no_config(folder, error):
+    return UserError(
+        f"{os.path.join(folder, 'config.json')} was not written by the "
+        f"training command of this example: {error}"
+    )
 
 
 @keras.saving.register_keras_serializable(package="keras_performer_examples")
@@ -714,9 +810,9 @@ def fit(
         training: function of a number of steps: an endless `tf.data.Dataset`
             of batches without so many of its first ones.
         validation: `tf.data.Dataset`, whole.
-        output_dir: folder, made if it is missing. Receives `config.json`,
-            `curve.csv`, `best.keras`, `last.keras`, `tensorboard/`, and
-            `backup.npz` until `finish`.
+        output_dir: folder that `claim_folder` made. Receives `curve.csv`,
+            `best.keras`, `last.keras`, `tensorboard/`, and `backup.npz`
+            until `finish`.
         monitor: name of the validation metric that is best when smallest.
         data_dir: string, where the data come from, or None. A run is not
             continued with others.
@@ -731,17 +827,15 @@ def fit(
         trained it, a new one on one device.
 
     Raises:
-        UserError: the loss is no number, or the folder holds an unfinished
-            run of another config.
+        UserError: the loss is no number, or the folder holds the backup of
+            another run.
     """
-    os.makedirs(output_dir, exist_ok=True)
     backup = Backup(
         os.path.join(output_dir, BACKUP),
         {**dataclasses.asdict(config), "data_dir": data_dir},
     )
     with model.distribute_strategy.scope():  # makes the optimizer's variables
         done = backup.restore(model)
-    write_config(config, output_dir)
     if done:
         print(f"continuing after step {done * config.validation_every:,}")
     probe = None
@@ -767,7 +861,7 @@ def fit(
             shuffle=False,  # the data set does it
             verbose=verbose,
         )
-    best = os.path.join(output_dir, "best.keras")
+    best = os.path.join(output_dir, CHECKPOINTS[0])
     if config.distribution != "none":
         # On one device, where all else may be done with it.
         return keras.saving.load_model(best, compile=False)
@@ -813,7 +907,7 @@ def _load_model(path):
         )
     try:
         return keras.saving.load_model(path, compile=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # zipfile, h5py, json: each has its own
         raise UserError(f"--model: cannot load {path}: {error}") from error
 
 
@@ -945,19 +1039,18 @@ def training_callbacks(output_dir, monitor, done=0, sample=None, probe=None):
     log_dir = os.path.join(output_dir, "tensorboard", now)
     curve = CurveLogger(os.path.join(output_dir, "curve.csv"), done)
     before = [float(row[monitor]) for row in curve.rows]
+    best, last = (os.path.join(output_dir, name) for name in CHECKPOINTS)
     found = [
         StopWhenNotFinite(),
         keras.callbacks.TensorBoard(log_dir, write_graph=False),
         keras.callbacks.ModelCheckpoint(
-            os.path.join(output_dir, "best.keras"),
+            best,
             monitor=monitor,
             mode="min",
             save_best_only=True,
             initial_value_threshold=min(before, default=None),
         ),
-        keras.callbacks.ModelCheckpoint(
-            os.path.join(output_dir, "last.keras")
-        ),
+        keras.callbacks.ModelCheckpoint(last),
         curve,
     ]
     if sample is not None:

@@ -45,21 +45,21 @@ def files(folder, split):
     if missing:
         raise UserError(
             f"{folder}: of {count} files of the split {split!r}, number "
-            f"{', '.join(map(str, missing))} is missing. "
-            "tools.prepare_data writes what is missing when it is run again."
+            f"{', '.join(map(str, missing))} is missing. The command of "
+            "tools.prepare_data that made them writes it anew."
         )
     return [found[index] for index in sorted(found)]
 
 
 def serialize(name, data):
-    """A record: bytes."""
+    """A record: bytes, the same in every process."""
     features = {
         key: tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
         for key, value in (("name", name.encode("utf-8")), ("data", data))
     }
     return tf.train.Example(
         features=tf.train.Features(feature=features)
-    ).SerializeToString()
+    ).SerializeToString(deterministic=True)
 
 
 def dataset(paths):
@@ -69,21 +69,41 @@ def dataset(paths):
     )
 
 
-def read(paths):
+def read(paths, text=False):
     """Yields `(name, data)`: a string and bytes.
+
+    Args:
+        paths: list of strings.
+        text: whether `data` must be UTF-8.
 
     Raises:
         examples.common.UserError: a file is damaged, or holds other records.
     """
     for path in paths:
+        found = dataset([path]).as_numpy_iterator()
         try:
-            for record in dataset([path]).as_numpy_iterator():
-                yield record["name"].decode("utf-8"), record["data"]
+            for number, record in enumerate(found, start=1):
+                place = f"{path}, record {number}"
+                name = _decode(record["name"], f"{place}, name")
+                if text:
+                    _decode(record["data"], f"{place}, {name}")
+                yield name, record["data"]
         except (tf.errors.DataLossError, tf.errors.InvalidArgumentError) as e:
             raise UserError(
                 f"{path} is damaged, or no file of tools.prepare_data: "
                 f"{e.message}"
             ) from None
+
+
+def _decode(data, place):
+    """Bytes -> string; `place` says in an error where they stand."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{place}: expected UTF-8. Received: byte "
+            f"{data[error.start]:#04x} at offset {error.start}"
+        ) from None
 
 
 def tensorflow_dataset(source, split, data_dir=None):
@@ -100,13 +120,7 @@ def tensorflow_dataset(source, split, data_dir=None):
     Raises:
         examples.common.UserError: the package or the data set is missing.
     """
-    try:
-        import tensorflow_datasets as tfds
-    except ImportError:
-        raise UserError(
-            f"{source} needs TensorFlow Datasets: "
-            'pip install "keras-performer[tfds]"'
-        ) from None
+    tfds = _import_tensorflow_datasets(source)
     return _read_tensorflow_dataset(tfds, source, split, data_dir)
 
 
@@ -120,3 +134,37 @@ def _read_tensorflow_dataset(tfds, source, split, data_dir):
         raise UserError(
             f"{source}, split {split!r}: {type(error).__name__}: {error}"
         ) from error
+
+
+def tensorflow_splits(source):
+    """Names of the splits of a TensorFlow Dataset; prepares it if need be.
+
+    Args:
+        source: string, such as "tfds:pg19".
+
+    Returns:
+        Set of strings.
+
+    Raises:
+        examples.common.UserError: the package or the data set is missing.
+    """
+    tfds = _import_tensorflow_datasets(source)
+    try:
+        builder = tfds.builder(source.removeprefix(TFDS))
+        builder.download_and_prepare()  # before it, they may be unknown
+        return set(builder.info.splits)
+    except Exception as error:  # each builder raises its own
+        raise UserError(
+            f"{source}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _import_tensorflow_datasets(source):
+    try:
+        import tensorflow_datasets
+    except ImportError:
+        raise UserError(
+            f"{source} needs TensorFlow Datasets: "
+            'pip install "keras-performer[tfds]"'
+        ) from None
+    return tensorflow_datasets

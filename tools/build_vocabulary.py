@@ -7,6 +7,9 @@
 `DIR` is what the example takes as `--data_dir`; its training split is read.
 """
 
+import os
+import tempfile
+
 from absl import flags
 
 from examples import common
@@ -37,12 +40,23 @@ def define_flags(flag_values=flags.FLAGS):
         )
 
 
+def _check_output(path):
+    """Raises a `UserError` where no file can be written; leaves nothing."""
+    if os.path.isdir(path):
+        raise common.UserError(
+            f"--output: expected a file to write. Received: the folder {path}"
+        )
+    try:
+        tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
+    except OSError as error:
+        raise common.UserError(
+            f"--output: cannot write {path}: {error.strerror}"
+        ) from error
+
+
 def main(options=flags.FLAGS):
     """Runs the command."""
-    try:
-        open(options.output, "a").close()  # now, and not after minutes
-    except OSError as error:
-        raise common.UserError(f"--output: {error}") from error
+    _check_output(options.output)  # now, and not after minutes
     documents = data.load(options.data_dir, "train")
     tokenizer = data.WordPieceTokenizer.learn(
         documents, options.vocabulary_size, options.megabytes * 10**6

@@ -6,9 +6,12 @@ r"""Turns a data set of the examples into TFRecord files.
 
 `--source` is whatever the example takes as `--data_dir`, and the example then
 takes `OUT`. Of each split it writes `<split>-00000-of-00004.tfrecord` and so
-on, and at last `SHA256SUMS`, for `sha256sum -c`. A run that was cut off goes
-on at the file where it stopped when the same command is given again; one that
-is complete is checked.
+on, and at last `SHA256SUMS`, for `sha256sum -c`. Earlier files of a split are
+replaced once all new ones are written. Without `--splits` those that the
+source lacks are skipped.
+
+The same command given again goes on at the file where a run was cut off,
+checks the files of a whole one, and writes anew what is missing or damaged.
 """
 
 import glob
@@ -35,123 +38,238 @@ class Writer:
     """Writes the splits of one source, and knows what is written already.
 
     Args:
-        folder: existing folder of the files.
+        folder: folder of the files; it exists when `write` is called.
         task: one of `TASKS`.
         source: string, as `--data_dir` of the task's example.
         file_bytes: int; a file is ended once it holds so many.
 
     Raises:
-        examples.common.UserError: the folder holds another source's files.
+        examples.common.UserError: the folder holds another source's files,
+            or `progress.json` in it is damaged.
     """
 
     def __init__(self, folder, task, source, file_bytes):
         self.folder = folder
         self.source = source
-        self.data = importlib.import_module(f"examples.{task}.data")
         self.file_bytes = file_bytes
         self._path = os.path.join(folder, _PROGRESS)
         given = {"task": task, "source": source, "file_bytes": file_bytes}
+        # A split is whole once all its parts are written; then each of them
+        # has its last name or is about to get it.
         self._done = {"given": given, "splits": {}}
         if os.path.exists(self._path):
-            with open(self._path, encoding="utf-8") as file:
-                self._done = json.load(file)
+            self._done = _read_progress(self._path)
             if self._done["given"] != given:
                 raise common.UserError(
                     f"--output_dir: {folder} holds files of "
                     f"{self._done['given']}. Received: {given}"
                 )
 
-    def write(self, split):
-        """Writes what is missing of a split.
+    def has_begun(self, split):
+        """Whether files of a split are written."""
+        return split in self._done["splits"]
+
+    def unwritten(self, splits):
+        """Those of some splits that are not whole, and all that are damaged.
+
+        Args:
+            splits: sequence of strings.
 
         Returns:
-            int, examples of the split.
+            List of strings.
         """
-        parts = self._done["splits"].setdefault(
+        found = [
+            split
+            for split in splits
+            if not self._done["splits"].get(split, {"whole": False})["whole"]
+        ]
+        for split, entry in self._done["splits"].items():
+            if entry["whole"]:
+                places = [
+                    self._find(split, index)
+                    for index in range(len(entry["parts"]))
+                ]
+                if None in places:
+                    found.append(split)
+                else:  # in case the last run ended before it
+                    self._rename(split, places)
+        return found
+
+    def count(self, split):
+        """Int, the examples of a split that are written."""
+        parts = self._done["splits"][split]["parts"]
+        return sum(part["examples"] for part in parts)
+
+    def write(self, split, examples):
+        """Writes what is missing of a split.
+
+        Args:
+            split: string.
+            examples: iterator of `(name, data)`: all examples of the split.
+
+        Raises:
+            examples.common.UserError: they are not those of before.
+        """
+        entry = self._done["splits"].setdefault(
             split, {"parts": [], "whole": False}
         )
-        if not parts["whole"]:
-            self._write_parts(split, parts)
-        return sum(part["examples"] for part in parts["parts"])
-
-    def _write_parts(self, split, parts):
-        written = sum(part["examples"] for part in parts["parts"])
-        for old in glob.glob(f"{split}-*-of-*.tfrecord", root_dir=self.folder):
-            # Of a preparation whose progress is gone; those of
-            # this one are known before they get their names.
-            if not any(part.get("file") == old for part in parts["parts"]):
-                os.remove(os.path.join(self.folder, old))
-        examples = self.data.raw_examples(self.source, split)
+        parts = entry["parts"]
         # How many there are is known at the end only.
         bar = keras.utils.Progbar(None, unit_name=f"{split} example")
-        for _ in itertools.islice(examples, written):
-            bar.add(1)
-        while True:
-            path = self._part(split, len(parts["parts"]))
-            part = self._write_part(path, examples, bar)
-            if not part["examples"]:
-                os.remove(path)
-                break
-            parts["parts"].append(part)
+        places = [
+            self._known_part(split, index, examples, bar)
+            for index in range(len(parts))
+        ]
+        for first in examples:
+            if entry["whole"]:
+                raise self._changed(split)
+            place = _unfinished(split, len(parts))
+            rest = itertools.chain([first], examples)
+            parts.append(self._write_part(place, rest, bar))
+            places.append(place)
             self._save()
-        count = len(parts["parts"])
-        for index, part in enumerate(parts["parts"]):
-            part["file"] = f"{split}-{index:05d}-of-{count:05d}.tfrecord"
+        entry["whole"] = True
         self._save()
-        for index, part in enumerate(parts["parts"]):
-            old = self._part(split, index)
-            if os.path.exists(old):  # not renamed before the last run ended
-                os.replace(old, os.path.join(self.folder, part["file"]))
-        parts["whole"] = True
-        self._save()
-        total = sum(part["examples"] for part in parts["parts"])
-        bar.update(total, finalize=True)
+        self._rename(split, places)
+        bar.update(self.count(split), finalize=True)
 
-    def _write_part(self, path, examples, bar):
-        """Writes one file; returns its number of examples and checksum."""
+    def _known_part(self, split, index, examples, bar):
+        """Skips the examples of a file, or writes it anew; returns its name.
+
+        Either way they must be what they were when it was first written.
+        """
+        part = self._done["splits"][split]["parts"][index]
+        examples = itertools.islice(examples, part["examples"])
+        place = self._find(split, index)
+        if place is None:
+            place = _unfinished(split, index)
+            found = self._write_part(place, examples, bar)
+        else:
+            content = hashlib.sha256()
+            for name, data in examples:
+                content.update(records.serialize(name, data))
+                bar.add(1)
+            found = {**part, "content": content.hexdigest()}
+        if found["content"] != part["content"]:
+            raise self._changed(split)
+        part.update(found)
+        return place
+
+    def _write_part(self, place, examples, bar):
+        """Writes one file; returns what `progress.json` says of it."""
+        path = os.path.join(self.folder, place)
         count = size = 0
+        content = hashlib.sha256()
         with tf.io.TFRecordWriter(path) as file:
             for name, data in examples:
                 record = records.serialize(name, data)
                 file.write(record)
+                content.update(record)
                 count += 1
                 size += len(record)
                 bar.add(1)
                 if size >= self.file_bytes:
                     break
-        return {"examples": count, "sha256": checksum(path)}
+        return {
+            "examples": count,
+            "content": content.hexdigest(),
+            "sha256": checksum(path),
+        }
 
-    def _part(self, split, index):
-        return os.path.join(self.folder, f"{split}-{index:05d}.unfinished")
+    def _find(self, split, index):
+        """Name under which a part lies undamaged; None: there is none."""
+        entry = self._done["splits"][split]
+        parts = entry["parts"]
+        names = [_unfinished(split, index)]
+        if entry["whole"]:
+            names.append(_finished(split, index, len(parts)))
+        for name in names:
+            path = os.path.join(self.folder, name)
+            if os.path.exists(path) and (
+                checksum(path) == parts[index]["sha256"]
+            ):
+                return name
+        return None
+
+    def _rename(self, split, places):
+        """Gives the parts of a whole split their last names."""
+        names = [
+            _finished(split, index, len(places))
+            for index in range(len(places))
+        ]
+        if places == names:
+            return
+        # Those of earlier preparations go first: a folder that lacks files
+        # is refused by the examples, one that mixes them may not be.
+        for pattern in (f"{split}-*-of-*.tfrecord", f"{split}-*.unfinished"):
+            for old in glob.glob(pattern, root_dir=self.folder):
+                if old not in places:
+                    os.remove(os.path.join(self.folder, old))
+        for place, name in zip(places, names, strict=True):
+            os.replace(
+                os.path.join(self.folder, place),
+                os.path.join(self.folder, name),
+            )
+
+    def _changed(self, split):
+        return common.UserError(
+            f"--source: expected the {self.count(split):,} examples of the "
+            f"split {split!r} that {self.folder} was begun with, in their "
+            f"order. Received: others in {self.source}. Delete {self._path} "
+            "to write all files anew."
+        )
 
     def _save(self):
         with open(self._path + ".new", "w", encoding="utf-8") as file:
             json.dump(self._done, file, indent=1)
         os.replace(self._path + ".new", self._path)
 
-    def finish(self):
-        """Checks every file of whole splits and writes `SHA256SUMS`.
-
-        Raises:
-            examples.common.UserError: a file is missing or was changed.
-        """
+    def write_sums(self):
+        """Writes `SHA256SUMS` of all whole splits."""
         lines = []
-        splits = self._done["splits"].values()
-        for split in [split for split in splits if split["whole"]]:
-            for part in split["parts"]:
-                path = os.path.join(self.folder, part["file"])
-                if not os.path.exists(path) or (
-                    checksum(path) != part["sha256"]
-                ):
-                    raise common.UserError(
-                        f"{path} is missing or damaged. Delete "
-                        f"{self._path} to write all files anew."
-                    )
-                lines.append(f"{part['sha256']}  {part['file']}\n")
+        for split, entry in self._done["splits"].items():
+            parts = entry["parts"] if entry["whole"] else []
+            for index, part in enumerate(parts):
+                name = _finished(split, index, len(parts))
+                lines.append(f"{part['sha256']}  {name}\n")
         with open(
             os.path.join(self.folder, SUMS), "w", encoding="utf-8"
         ) as file:
             file.writelines(lines)
+
+
+def _unfinished(split, index):
+    return f"{split}-{index:05d}.unfinished"
+
+
+def _finished(split, index, count):
+    return f"{split}-{index:05d}-of-{count:05d}.tfrecord"
+
+
+def _read_progress(path):
+    """What an earlier run has written; see `Writer`."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            done = json.load(file)
+        entries = done["splits"].values()
+        parts = [part for entry in entries for part in entry["parts"]]
+        right = (
+            "given" in done
+            and all("whole" in entry for entry in entries)
+            and all(
+                part.keys() == {"examples", "content", "sha256"}
+                for part in parts
+            )
+        )
+    # Not JSON, or JSON of another shape.
+    except (ValueError, KeyError, TypeError, AttributeError):
+        right = False
+    if not right:
+        raise common.UserError(
+            f"{path} is damaged, or of another version of tools.prepare_data. "
+            "Delete it to write all files anew."
+        )
+    return done
 
 
 def checksum(path):
@@ -175,7 +293,7 @@ def define_flags(flag_values=flags.FLAGS):
     flags.DEFINE_list(
         "splits",
         None,
-        "Which splits; none: all of the example.",
+        "Which splits; none: all that the source has.",
         flag_values=flag_values,
     )
     flags.DEFINE_integer(
@@ -187,31 +305,114 @@ def define_flags(flag_values=flags.FLAGS):
     )
 
 
+def _check(options, known):
+    """Refuses flags that make no sense, before anything is read or written.
+
+    Args:
+        options: the flags.
+        known: tuple of strings, the splits of the example.
+    """
+    source, folder = options.source, options.output_dir
+    for name, path in (("source", source), ("output_dir", folder)):
+        # Python has surrogates for other bytes; TensorFlow takes none.
+        if path.encode("utf-8", "ignore").decode("utf-8") != path:
+            raise common.UserError(
+                f"--{name}: expected a path in UTF-8. Received: {path!a}"
+            )
+    unknown = sorted(set(options.splits or ()) - set(known))
+    if unknown:
+        raise common.UserError(
+            f"--splits expects some of {known}. Received: {unknown}"
+        )
+    if os.path.realpath(source) == os.path.realpath(folder):
+        raise common.UserError(
+            "--output_dir: expected another folder than --source. Received: "
+            f"{folder}"
+        )
+    if os.path.isfile(source) and len(set(options.splits or ())) != 1:
+        raise common.UserError(
+            f"--splits: expected one split, as --source={source} is one "
+            f"file. Received: {', '.join(options.splits or ()) or 'none'}"
+        )
+
+
+def _has_split(source, split):
+    """Whether anything in a source bears the name of a split."""
+    if source.startswith(records.TFDS):
+        return split in records.tensorflow_splits(source)
+    if os.path.isfile(source):
+        return True
+    if not os.path.isdir(source):
+        raise common.UserError(
+            f"--source: there is no file or folder {source}"
+        )
+    # val_data.npz is of the split "validation".
+    return any(name.startswith(split[:3]) for name in os.listdir(source))
+
+
+def _open(data, source, split):
+    """Iterator over a split, of which the first example is read already."""
+
+    def read():
+        try:
+            yield from data.raw_examples(source, split)
+        except common.UserError as error:
+            message = str(error).replace("--data_dir", "--source")
+            raise common.UserError(message) from error
+
+    examples = read()
+    for first in examples:
+        return itertools.chain([first], examples)
+    raise common.UserError(
+        f"--source: the split {split!r} of {source} is empty."
+    )
+
+
 def main(options=flags.FLAGS):
     """Runs the command.
 
     Returns:
         Dict of splits to their numbers of examples.
     """
-    folder = options.output_dir
-    os.makedirs(folder, exist_ok=True)
+    source, folder = options.source, options.output_dir
+    data = importlib.import_module(f"examples.{options.task}.data")
+    _check(options, data.SPLITS)
     writer = Writer(
-        folder, options.task, options.source, options.file_megabytes * 10**6
+        folder, options.task, source, options.file_megabytes * 10**6
     )
-    splits = options.splits or writer.data.SPLITS
-    unknown = sorted(set(splits) - set(writer.data.SPLITS))
-    if unknown:
+    splits = options.splits or data.SPLITS
+    unwritten = writer.unwritten(splits)
+    lacking = [split for split in unwritten if not _has_split(source, split)]
+    for split in lacking:
+        if options.splits or writer.has_begun(split):
+            raise common.UserError(
+                f"--source: {source} has no split {split!r}. Name by "
+                "--splits those that it has."
+            )
+    if len(lacking) == len(splits):
         raise common.UserError(
-            f"--splits expects some of {writer.data.SPLITS}. Received: "
-            f"{unknown}"
+            f"--source: {source} has none of the splits {', '.join(splits)}."
         )
-    counts = {split: writer.write(split) for split in splits}
-    writer.finish()
+    os.makedirs(folder, exist_ok=True)
+    # All of them before one is written, which may take hours.
+    opened = {
+        split: _open(data, source, split)
+        for split in unwritten
+        if split not in lacking
+    }
+    for split in list(opened):
+        writer.write(split, opened.pop(split))
+    writer.write_sums()
     # Titles of books, for one: the example reads them there.
-    for name in getattr(writer.data, "SIDE_FILES", ()):
-        beside = os.path.join(options.source, name)
+    for name in getattr(data, "SIDE_FILES", ()):
+        beside = os.path.join(source, name)
         if os.path.exists(beside):
             shutil.copyfile(beside, os.path.join(folder, name))
+    for split in lacking:
+        print(f"{split:<12}{'skipped':>12}, {source} has no such split")
+    counts = {
+        split: writer.count(split) for split in splits if split not in lacking
+    }
     for split, count in counts.items():
         print(f"{split:<12}{count:>12,} examples")
     print(f"checked: {os.path.join(folder, SUMS)}")

@@ -12,7 +12,6 @@ import os
 import re
 import struct
 import zipfile
-import zlib
 
 import numpy as np
 import tensorflow as tf
@@ -242,20 +241,14 @@ def _member(path):
             lengths = struct.unpack("<HH", file.read(4))
     except common.UserError:
         raise
-    except (
-        EOFError,
-        OSError,
-        RuntimeError,
-        ValueError,
-        struct.error,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+    # The readers raise almost anything at broken files.
+    except Exception as error:
         raise common.UserError(
-            f"{path} is damaged, or no npz file: {error}"
+            f"{path} is damaged, or no npz file: "
+            f"{type(error).__name__}: {error}"
         ) from error
     return {
-        "path": path,
+        "path": os.fsencode(path),
         "start": np.int64(info.header_offset + 30 + sum(lengths)),
         "length": np.int64(info.compress_size),
         "deflated": info.compress_type == zipfile.ZIP_DEFLATED,
@@ -368,7 +361,7 @@ def read_folder(folder):
     """All images below a folder, scaled and cropped about their centre.
 
     Each is decoded once, and they stay in memory. A file that is no image is
-    left out, and its name printed.
+    left out, and its name printed. Links are followed, to each folder once.
 
     Args:
         folder: path.
@@ -377,7 +370,8 @@ def read_folder(folder):
         A `Split`.
 
     Raises:
-        examples.common.UserError: there are no images.
+        examples.common.UserError: there are no images, or a folder cannot be
+            listed.
     """
     data, names = bytearray(), []
     for name, image in _examples_of_folder(folder):
@@ -388,14 +382,9 @@ def read_folder(folder):
 
 def _examples_of_folder(folder):
     """Yields `(name, bytes)` of the images below a folder; see above."""
-    paths = sorted(
-        os.path.join(parent, name)
-        for parent, _, names in os.walk(folder)
-        for name in names
-    )
-    skipped = []
+    paths, skipped = _files_below(folder), []
     for path in paths:
-        name = os.path.relpath(path, folder)
+        name = _printable(os.path.relpath(path, folder))
         try:
             image = _decode(path)
         # Pillow's readers raise almost anything at broken files.
@@ -410,9 +399,38 @@ def _examples_of_folder(folder):
         )
     if skipped:
         print(
-            f"{folder}: left out {len(skipped)} of {len(paths)} files, which "
-            f"are no images or damaged: {_enumerate(skipped)}"
+            f"{_printable(folder)}: left out {len(skipped)} of {len(paths)} "
+            f"files, which are no images or damaged: {_enumerate(skipped)}"
         )
+
+
+def _files_below(folder):
+    """Sorted paths of all files below a folder, through links as well."""
+
+    def refuse(error):
+        raise common.UserError(
+            f"{error.filename}: expected a folder that can be listed. "
+            f"Received: {error.strerror}"
+        ) from error
+
+    paths, seen = [], set()
+    for parent, folders, names in os.walk(
+        folder, onerror=refuse, followlinks=True
+    ):
+        # So that of two ways to a folder always the same one is taken.
+        folders.sort()
+        real = os.path.realpath(parent)
+        if real in seen:  # by a link, which may lead around in a circle
+            folders.clear()
+            continue
+        seen.add(real)
+        paths.extend(os.path.join(parent, name) for name in names)
+    return sorted(paths)
+
+
+def _printable(path):
+    """A path in which bytes that are not UTF-8 are spelled out."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _decode(path):

@@ -130,7 +130,7 @@ def evaluate(path, data_dir, split, verbose=1):
 
     Args:
         path: `.keras` file or SavedModel folder, `config.json` beside it.
-        data_dir: see `data.load`.
+        data_dir: see `data.load`; None: that of the training.
         split: "train" or "validation".
         verbose: 1 shows a progress bar, 0 nothing.
 
@@ -140,6 +140,9 @@ def evaluate(path, data_dir, split, verbose=1):
     model = common.load_model(path)
     folder = os.path.dirname(os.path.abspath(path))
     config = common.read_config(configs.Config, folder)
+    data_dir = common.evaluation_data_dir(
+        data_dir, folder, configs.EMBEDDED, verbose
+    )
     return score(model, data.load(data_dir, split), config, verbose)
 
 
@@ -147,8 +150,8 @@ def define_flags(flag_values=flags.FLAGS):
     """Defines the flags of this command."""
     common.define_evaluation_flags(
         data.SPLITS,
-        "Folder of images, npz or record files, or tfds:NAME; none: the "
-        "photographs inside scikit-image.",
+        "Folder of images, npz or record files, or tfds:NAME; none: those "
+        "of the training.",
         "Which images.",
         flag_values,
     )

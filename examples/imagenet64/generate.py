@@ -187,8 +187,8 @@ def define_flags(flag_values=flags.FLAGS):
         ),
         "data_dir": (
             None,
-            "Folder of images, npz or record files, or tfds:NAME; none: the "
-            "photographs inside scikit-image.",
+            "Where the images to complete are: folder of images, npz or "
+            "record files, or tfds:NAME; none: those of the training.",
         ),
         "output": (
             None,
@@ -242,7 +242,17 @@ def main(options=flags.FLAGS):
     """Runs the command."""
     if options.top_p == 0:
         raise common.UserError("--top_p: expected more than 0. Received: 0")
+    if options.complete is None:
+        for name in ("data_dir", "completions"):
+            if options[name].present:
+                raise common.UserError(f"--{name} needs --complete.")
+    elif options.complete != "validation" and options["data_dir"].present:
+        raise common.UserError(
+            "--data_dir: only --complete=validation reads it. Received: "
+            f"--complete={options.complete}"
+        )
     model, config = load(options.model)
+    folder = os.path.dirname(os.path.abspath(options.model))
     settings = {
         "temperature": options.temperature,
         "top_k": options.top_k,
@@ -254,14 +264,18 @@ def main(options=flags.FLAGS):
         images = draw(model, config, options.num_images, **settings)
     else:
         name = "completed"
+        data_dir = options.data_dir
+        if options.complete == "validation":
+            data_dir = common.evaluation_data_dir(
+                data_dir, folder, configs.EMBEDDED
+            )
         images = find_images(
-            options.complete, options.data_dir, config, options.num_images
+            options.complete, data_dir, config, options.num_images
         )
         images = complete_lower_half(
             model, config, images, options.completions, **settings
         )
     picture = grid(images)
-    folder = os.path.dirname(os.path.abspath(options.model))
     path = options.output or os.path.join(folder, f"{name}.png")
     write_png(path, picture)
     print(path)

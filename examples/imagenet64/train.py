@@ -66,7 +66,10 @@ def write_samples(config, model):
 
 def metrics():
     """What `fit` reports beside the loss."""
-    return [evaluate.BitsPerDimension()]
+    return [
+        evaluate.BitsPerDimension(),
+        keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+    ]
 
 
 def train(config, data_dir, output_dir, verbose="auto"):
@@ -75,7 +78,8 @@ def train(config, data_dir, output_dir, verbose="auto"):
     Args:
         config: `config.Config`.
         data_dir: see `data.load`.
-        output_dir: folder, made if it is missing. Receives `config.json`,
+        output_dir: folder, made if it is missing; see
+            `common.claim_folder`. Receives `config.json`,
             `curve.csv`, `best.keras`, `last.keras` and `tensorboard/`.
         verbose: as in `keras.Model.fit`.
 
@@ -83,11 +87,12 @@ def train(config, data_dir, output_dir, verbose="auto"):
         `(model, validation)`: a model with the weights of the validation
         with the fewest bits per dimension, and the `data.Split`.
     """
+    common.claim_folder(config, data_dir, output_dir)
     strategy = common.make_strategy(config)
     keras.utils.set_random_seed(config.seed)
     training = data.load(data_dir, "train")
     validation = data.load(data_dir, "validation")
-    print(f"images: {data_dir or 'photographs inside scikit-image'}")
+    print(f"images: {data_dir or configs.EMBEDDED}")
     for name, split in (("train", training), ("validation", validation)):
         print(f"  {name:<11}{split.num_images:>10,}")
 
@@ -105,6 +110,8 @@ def train(config, data_dir, output_dir, verbose="auto"):
     sample = None
     if draws_samples(config):
         sample = functools.partial(write_samples, config)
+    elif config.sample_images:
+        print("samples: none, exact attention has no state to draw from")
     model = common.fit(
         model,
         config,

@@ -5,6 +5,9 @@ import dataclasses
 from examples import common
 from examples.common import option
 
+# What stands in for files where no `--data_dir` is given.
+EMBEDDED = "the documentation inside Python"
+
 
 @dataclasses.dataclass(frozen=True)
 class Config(common.TrainingConfig):

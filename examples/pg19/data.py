@@ -20,8 +20,12 @@ SIDE_FILES = (METADATA,)
 BOOKS = 64  # in memory, to draw the next one from
 
 # WordPiece drops white space, so it is spelled out before: a space as a mark
-# at the start of its word, as SentencePiece does, a line break as a word.
-_SPACE, _NEWLINE = "\u2581", "\u23ce"
+# at the start of its word, as SentencePiece does, the others as words.
+_SPACE = "\u2581"
+_MARKS = {" ": _SPACE, "\n": "\u23ce", "\t": "\u2409", "\r": "\u240d"}
+# It drops what cannot be seen as well. A word longer than those that it
+# learns (50 letters) or takes apart (100 bytes) is always one [UNK].
+_UNKNOWN = " " + "x" * 101 + " "
 _RESERVED = ["[DOC]", "[UNK]"]
 _WORDS = {"lower_case": False}
 
@@ -32,11 +36,11 @@ class Document:
     Args:
         name: string, the book's id.
         title: string, for people.
-        path: file of UTF-8 text, or None.
-        data: bytes, UTF-8, or None.
+        data: bytes, UTF-8. They are kept only where the text stands neither
+            in a file nor in records.
+        path: file of the text, or None.
         records: tuple of the paths of TFRecord files in which the documents
-            of a split stand in their order, or None. `data` is then read
-            once, and not kept.
+            of a split stand in their order, or None.
 
     Attributes:
         num_bytes: int, length of the text.
@@ -46,15 +50,12 @@ class Document:
         examples.common.UserError: the text is not UTF-8.
     """
 
-    def __init__(self, name, title, path=None, data=None, records=None):
+    def __init__(self, name, title, data, path=None, records=None):
         self.name = name
         self.title = title
         self.path = path
-        self.data = None if records else data
+        self.data = None if path or records else data
         self.records = records
-        if path is not None:
-            with open(path, "rb") as file:
-                data = file.read()
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -80,63 +81,105 @@ def load(data_dir, split):
 
     Returns:
         List of `Document`, in the order of their names, or as they come in
-        records and data sets.
+        records and data sets. What else a folder holds is left out, and its
+        name printed.
 
     Raises:
         examples.common.UserError: the folder or the split is missing or
             empty, a text is not UTF-8, or metadata.csv has another shape.
     """
+    return [document for document, _ in _read(data_dir, split)]
+
+
+def raw_examples(data_dir, split):
+    """Yields `(name, data)`, a string and bytes, of each document.
+
+    One text at a time is in memory.
+
+    Args:
+        data_dir: see `load`.
+        split: "train", "validation" or "test".
+    """
+    for document, text in _read(data_dir, split):
+        yield document.name, text
+
+
+def _read(data_dir, split):
+    """Yields `(document, text)`, a `Document` and bytes; see `load`."""
     if data_dir is None:
-        return _python_documentation(split)
-    if data_dir.startswith(records.TFDS):
-        documents = [
-            Document(
-                str(int(book["book_id"])),
-                book["book_title"].decode("utf-8"),
-                data=book["book_text"],
-            )
-            for book in records.tensorflow_dataset(data_dir, split)
-        ]
-        return _not_empty(documents, data_dir, split)
-    if not os.path.isdir(data_dir):
+        found = ((one, one.data) for one in _python_documentation(split))
+    elif data_dir.startswith(records.TFDS):
+        found = _read_tensorflow_dataset(data_dir, split)
+    elif not os.path.isdir(data_dir):
         raise common.UserError(f"--data_dir: there is no folder {data_dir}")
-    titles = _titles(os.path.join(data_dir, METADATA))
-    files = tuple(records.files(data_dir, split))
-    if files:
-        documents = [
-            Document(name, titles.get(name, name), data=data, records=files)
-            for name, data in records.read(files)
-        ]
-        return _not_empty(documents, data_dir, split)
-    folder = os.path.join(data_dir, split)
+    else:
+        titles = _titles(os.path.join(data_dir, METADATA))
+        files = tuple(records.files(data_dir, split))
+        if files:
+            found = _read_records(files, titles)
+        else:
+            found = _read_folder(os.path.join(data_dir, split), titles)
+    size = 0
+    for document, text in found:
+        size += document.num_bytes
+        yield document, text
+    if not size:
+        raise common.UserError(
+            f"--data_dir: there is no text in {os.path.join(data_dir, split)}."
+            " Expected files <id>.txt, or records."
+        )
+
+
+def _read_tensorflow_dataset(source, split):
+    for book in records.tensorflow_dataset(source, split):
+        name, text = str(int(book["book_id"])), book["book_text"]
+        yield Document(name, book["book_title"].decode("utf-8"), text), text
+
+
+def _read_records(files, titles):
+    for name, text in records.read(files, text=True):
+        title = titles.get(name, name)
+        yield Document(name, title, text, records=files), text
+
+
+def _read_folder(folder, titles):
+    """The files `<id>.txt` of a folder; prints what else there is."""
     if not os.path.isdir(folder):
         raise common.UserError(
             f"--data_dir: there is no folder {folder}. Expected the folders "
             f"{', '.join(SPLITS)} with one <id>.txt a book."
         )
-    documents = []
-    for file in sorted(os.listdir(folder)):
+    files, skipped = sorted(os.listdir(folder)), []
+    for file in files:
+        path, file = os.path.join(folder, file), _printable(file)
         name, extension = os.path.splitext(file)
-        if extension == ".txt":
-            path = os.path.join(folder, file)
-            documents.append(Document(name, titles.get(name, name), path))
-    return _not_empty(documents, data_dir, split)
-
-
-def _not_empty(documents, data_dir, split):
-    if not sum(document.num_bytes for document in documents):
-        raise common.UserError(
-            f"--data_dir: there is no text in {os.path.join(data_dir, split)}."
-            " Expected files <id>.txt, or records."
+        if os.path.isdir(path):
+            skipped.append(file + os.sep)
+        elif extension.lower() != ".txt":
+            skipped.append(file)
+        else:
+            with open(path, "rb") as opened:
+                text = opened.read()
+            yield Document(name, titles.get(name, name), text, path), text
+    if skipped:
+        more = ", ..." if len(skipped) > 10 else ""
+        print(
+            f"{_printable(folder)}: left out {len(skipped)} of {len(files)} "
+            "entries, which are no files <id>.txt: "
+            f"{', '.join(skipped[:10])}{more}"
         )
-    return documents
+
+
+def _printable(path):
+    """A path in which bytes that are not UTF-8 are spelled out."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _titles(path):
     """Book id -> title, from metadata.csv; empty without the file."""
     if not os.path.exists(path):
         return {}
-    titles = {}
+    titles, line = {}, 0
     with open(path, newline="", encoding="utf-8") as file:
         try:
             for line, row in enumerate(csv.reader(file), start=1):
@@ -148,6 +191,12 @@ def _titles(path):
                 titles[row[0]] = row[1]
         except UnicodeDecodeError:
             raise common.UserError(f"{path} is not UTF-8 text.") from None
+        except csv.Error as error:
+            # As where a quote is not closed, which takes in all that follows.
+            raise common.UserError(
+                f"{path}, line {line + 1}: expected id, title, year, url. "
+                f"Received: {error}"
+            ) from None
     return titles
 
 
@@ -207,8 +256,9 @@ class ByteTokenizer:
 class WordPieceTokenizer:
     """WordPiece over words that carry their own white space.
 
-    Lossless for text of known letters, spaces and line breaks. Other control
-    characters vanish; words with unknown letters become `[UNK]`.
+    Lossless for text of known letters, spaces, line breaks and tabs. A word
+    with unknown letters becomes `[UNK]`, and so does each other character
+    that cannot be seen: control characters, zero-width spaces, soft hyphens.
 
     Args:
         pieces: list of strings, the vocabulary in the order of its ids.
@@ -242,7 +292,7 @@ class WordPieceTokenizer:
 
     def tokenize(self, texts):
         """Strings `[N]` -> ragged int32 ids `[N, (length)]`."""
-        ids = self._tokenizer.tokenize(_mark_white_space(texts))
+        ids = self._tokenizer.tokenize(_spelled_out(texts))
         return ids.merge_dims(1, 2)
 
     def detokenize(self, ids):
@@ -253,7 +303,9 @@ class WordPieceTokenizer:
         if piece in _RESERVED:
             return ""
         text = piece.removeprefix("##")
-        return text.replace(_SPACE, " ").replace(_NEWLINE, "\n")
+        for character, mark in _MARKS.items():
+            text = text.replace(mark, character)
+        return text
 
     @classmethod
     def read(cls, path, vocabulary_size):
@@ -306,7 +358,7 @@ class WordPieceTokenizer:
             sample.append(document)
             total += document.num_bytes
         pieces = bert_vocab_from_dataset.bert_vocab_from_dataset(
-            texts(sample).map(lambda text: _mark_white_space([text])),
+            texts(sample).map(lambda text: _spelled_out([text])),
             vocab_size=vocabulary_size,
             reserved_tokens=_RESERVED,
             bert_tokenizer_params=_WORDS,
@@ -321,10 +373,16 @@ class WordPieceTokenizer:
         os.replace(new, path)
 
 
-def _mark_white_space(texts):
-    texts = tf.strings.regex_replace(texts, "\r\n", "\n")
-    texts = tf.strings.regex_replace(texts, " ", f" {_SPACE}")
-    return tf.strings.regex_replace(texts, "\n", f" {_NEWLINE} ")
+def _spelled_out(texts):
+    """Strings in which white space is words; the rest that vanishes, too."""
+    # A mark that stands in the text itself would be read as white space: it
+    # becomes a control character, one of those that are unknown below.
+    own = f"[{''.join(_MARKS.values())}]"
+    texts = tf.strings.regex_replace(texts, own, "\x7f")
+    for character, mark in _MARKS.items():
+        after = "" if mark == _SPACE else " "
+        texts = tf.strings.regex_replace(texts, character, f" {mark}{after}")
+    return tf.strings.regex_replace(texts, r"[\p{Cc}\p{Cf}]", _UNKNOWN)
 
 
 def texts_to_ids(texts, tokenizer, length):
@@ -342,18 +400,6 @@ def texts_to_ids(texts, tokenizer, length):
     ids = tokenizer.tokenize(texts)
     mask = tf.sequence_mask(ids.row_lengths(), length, tf.int32)
     return ids.to_tensor(0, shape=[None, length]), mask
-
-
-def raw_examples(data_dir, split):
-    """Yields `(name, data)`, a string and bytes, of each document.
-
-    Args:
-        data_dir: see `load`.
-        split: "train", "validation" or "test".
-    """
-    documents = load(data_dir, split)
-    for document, text in zip(documents, texts(documents), strict=True):
-        yield document.name, text.numpy()
 
 
 def texts(documents, seed=None, sources=None):
@@ -385,7 +431,10 @@ def sources_of(documents):
         return None
     with tf.device("CPU:0"):
         return tf.constant(
-            [one.data if one.path is None else one.path for one in documents]
+            [
+                one.data if one.path is None else os.fsencode(one.path)
+                for one in documents
+            ]
         )
 
 
@@ -507,13 +556,14 @@ def _windows(tokens, length):
     return targets, weight
 
 
-def evaluation_dataset(documents, tokenizer, config):
+def evaluation_dataset(documents, tokenizer, config, shard=(0, 1)):
     """Every token of every document exactly once, in order.
 
     Args:
         documents: list of `Document`.
         tokenizer: one of the tokenizers above.
         config: `config.Config`: `sequence_length`, `batch_size`.
+        shard: as in `training_dataset`.
 
     Returns:
         `tf.data.Dataset` of `(x, y, weight, document)`. x and y are int32
@@ -523,6 +573,7 @@ def evaluation_dataset(documents, tokenizer, config):
         padding throughout). All shapes are static.
     """
     length, batch_size = config.sequence_length, config.batch_size
+    worker, workers = shard
 
     def windows(index, text):
         targets, weight = _windows(_tokens(text, tokenizer), length)
@@ -544,7 +595,9 @@ def evaluation_dataset(documents, tokenizer, config):
         texts(documents)
         .enumerate()
         .map(windows)
-        .rebatch(batch_size)
+        .unbatch()
+        .shard(workers, worker)
+        .batch(batch_size)
         .map(fill)
         .prefetch(2)
     )

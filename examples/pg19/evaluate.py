@@ -265,7 +265,7 @@ def evaluate(
 
     Args:
         path: `.keras` file or SavedModel folder, `config.json` beside it.
-        data_dir: folder in PG-19's layout, or None: see `data.load`.
+        data_dir: see `data.load`; None: that of the training.
         split: "train", "validation" or "test".
         verbose: 1 shows a progress bar, 0 nothing.
         carry_state: see `score`.
@@ -284,6 +284,9 @@ def evaluate(
     model = common.load_model(path, "--carry_state" if carry_state else None)
     config = common.read_config(configs.Config, folder)
     tokenizer = load_tokenizer(config, folder)
+    data_dir = common.evaluation_data_dir(
+        data_dir, folder, configs.EMBEDDED, verbose
+    )
     documents = data.load(data_dir, split)
     return score(
         model,
@@ -300,7 +303,7 @@ def define_flags(flag_values=flags.FLAGS):
     """Defines the flags of this command."""
     common.define_evaluation_flags(
         data.SPLITS,
-        "Folder in PG-19's layout; none: Python's own documentation.",
+        "Folder in PG-19's layout; none: that of the training.",
         "Which texts.",
         flag_values,
     )

@@ -8,7 +8,6 @@ The model is the `.keras` file of a training run; its `config.json` (and
 """
 
 import functools
-import math
 import os
 
 import numpy as np
@@ -18,6 +17,7 @@ from absl import flags
 from examples import common
 from examples.pg19 import config as configs
 from examples.pg19 import evaluate
+from keras_performer.models import generation
 from keras_performer.models import sample
 
 
@@ -55,14 +55,14 @@ def stream(
         logits, state = model.step(ids, state)
         return logits[:, -1], state
 
-    @tf.function
+    @functools.partial(tf.function, jit_compile=True)
     def draw(logits, index):
         return sample(logits, tf.stack([seed, index]), **options)
 
     ids = np.array([evaluate.prompt_ids(tokenizer, prompt)], "int32")
     state = model.get_initial_state(1)
-    # Segments of at most a half-life: so a long prompt fades as it is read.
-    size = min(1024, math.ceil(far_half_life or 1024))
+    # A long prompt fades as it is read.
+    size = generation.fading_segment(far_half_life or 1024, 1024)
     parts = [ids[:, i : i + size] for i in range(0, ids.shape[1], size)]
     held, index = [], 0
     while not num_tokens or index < num_tokens:

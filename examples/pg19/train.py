@@ -87,7 +87,10 @@ def make_tokenizer(config, documents, vocabulary, output_dir):
 
 def metrics(tokenizer):
     """What `fit` reports beside the loss."""
-    return [evaluate.BitsPerByte(tokenizer.bytes_per_token)]
+    return [
+        evaluate.BitsPerByte(tokenizer.bytes_per_token),
+        keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
+    ]
 
 
 def train(config, data_dir, output_dir, vocabulary=None, verbose="auto"):
@@ -96,7 +99,8 @@ def train(config, data_dir, output_dir, vocabulary=None, verbose="auto"):
     Args:
         config: `config.Config`.
         data_dir: folder in PG-19's layout, or None: see `data.load`.
-        output_dir: folder, made if it is missing. Receives `config.json`,
+        output_dir: folder, made if it is missing; see
+            `common.claim_folder`. Receives `config.json`,
             `vocabulary.txt` (WordPiece), `curve.csv`, `best.keras`,
             `last.keras` and `tensorboard/`.
         vocabulary: see `make_tokenizer`.
@@ -106,13 +110,13 @@ def train(config, data_dir, output_dir, vocabulary=None, verbose="auto"):
         `(model, tokenizer)`; the model has the weights of the validation
         with the fewest bits per byte.
     """
+    common.claim_folder(config, data_dir, output_dir)
     strategy = common.make_strategy(config)
     keras.utils.set_random_seed(config.seed)
     documents = data.load(data_dir, "train")
     validation = data.load(data_dir, "validation")
-    os.makedirs(output_dir, exist_ok=True)
     tokenizer = make_tokenizer(config, documents, vocabulary, output_dir)
-    print(f"text: {data_dir or 'the documentation inside Python'}")
+    print(f"text: {data_dir or configs.EMBEDDED}")
     for name, split in (("train", documents), ("validation", validation)):
         size = sum(document.num_bytes for document in split)
         print(f"  {name:<11}{len(split):>7,} documents {size:>15,} bytes")

@@ -7,6 +7,9 @@ from examples.common import option
 
 TASKS = ("unidirectional", "masked")
 
+# What stands in for files where no `--data_dir` is given.
+EMBEDDED = "the 200 of UniProt beside the example"
+
 
 @dataclasses.dataclass(frozen=True)
 class Config(common.TrainingConfig):

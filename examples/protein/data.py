@@ -441,7 +441,7 @@ def training_dataset(proteins, config, skip=0, shard=(0, 1)):
     )
 
 
-def evaluation_dataset(proteins, config):
+def evaluation_dataset(proteins, config, shard=(0, 1)):
     """Every residue exactly once, in order; the same in every run.
 
     The masked residues depend on the split alone: not on the seed, nor on
@@ -452,6 +452,7 @@ def evaluation_dataset(proteins, config):
     Args:
         proteins: `Proteins`.
         config: `config.Config`.
+        shard: as in `training_dataset`.
 
     Returns:
         `tf.data.Dataset` of `(x, y, weight)`,
@@ -459,7 +460,8 @@ def evaluation_dataset(proteins, config):
         residues that count (in the masked task: the hidden ones) and 0 on
         all else. Its cardinality is known.
     """
-    begin, end = _cut(proteins, config)
+    worker, workers = shard
+    begin, end = (x[worker::workers] for x in _cut(proteins, config))
     # Rows of padding fill the last batch.
     missing = [(0, -len(begin) % config.batch_size)]
     begin, end, tokens = _on_host(

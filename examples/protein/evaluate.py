@@ -177,7 +177,7 @@ def evaluate(path, data_dir, split, verbose=1):
     Args:
         path: `.keras` file or SavedModel folder, `config.json` and
             `unigram.json` beside it.
-        data_dir: see `data.raw_examples`.
+        data_dir: see `data.raw_examples`; None: that of the training.
         split: "train", "validation" or "test".
         verbose: 1 tells of the data and shows a progress bar, 0 nothing.
 
@@ -188,6 +188,9 @@ def evaluate(path, data_dir, split, verbose=1):
     model = common.load_model(path)
     config = common.read_config(configs.Config, folder)
     unigram = Unigram.read(folder)
+    data_dir = common.evaluation_data_dir(
+        data_dir, folder, configs.EMBEDDED, verbose
+    )
     proteins = data.load(data_dir, split)
     if verbose:
         print(f"task: {config.task}\n{proteins.report()}")
@@ -198,7 +201,7 @@ def define_flags(flag_values=flags.FLAGS):
     """Defines the flags of this command."""
     common.define_evaluation_flags(
         data.SPLITS,
-        "As in training, or one FASTA file; none: the 200 proteins here.",
+        "As in training, or one FASTA file; none: those of the training.",
         "Which proteins of a folder.",
         flag_values,
     )

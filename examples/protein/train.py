@@ -23,8 +23,7 @@ from examples.protein import evaluate
 def build_model(config):
     """The language model: ids `[B, L]` int32 -> logits `[B, L, V]` float32.
 
-    Padding is no key of the masked model. The unidirectional one needs no
-    mask: padding stands after all that is predicted.
+    Padding is no key of attention, and no part of what FAVOR++ learns from.
 
     Args:
         config: `config.Config`.
@@ -40,7 +39,6 @@ def build_model(config):
         data.VOCABULARY_SIZE,
         config.sequence_length,
         causal=config.causal,
-        # Padding is no key, and no part of what FAVOR++ learns from.
         mask_zero=True,
         tie_embeddings=config.tie_embeddings,
         name="protein",
@@ -61,7 +59,8 @@ def train(config, data_dir, output_dir, verbose="auto"):
     Args:
         config: `config.Config`.
         data_dir: see `data.raw_examples`; no single file.
-        output_dir: folder, made if it is missing. Receives `config.json`,
+        output_dir: folder, made if it is missing; see
+            `common.claim_folder`. Receives `config.json`,
             `unigram.json`, `curve.csv`, `curve.png`, `best.keras`,
             `last.keras` and `tensorboard/`.
         verbose: as in `keras.Model.fit`.
@@ -75,14 +74,16 @@ def train(config, data_dir, output_dir, verbose="auto"):
             "--data_dir: training needs a folder with train.fasta and "
             f"validation.fasta. Received the file {data_dir}"
         )
+    common.claim_folder(config, data_dir, output_dir)
     strategy = common.make_strategy(config)
     keras.utils.set_random_seed(config.seed)
     proteins = data.load(data_dir, "train")
     validation = data.load(data_dir, "validation")
-    print(f"proteins: {data_dir or 'the 200 of UniProt beside the example'}")
+    print(f"proteins: {data_dir or configs.EMBEDDED}")
     for name, split in (("train", proteins), ("validation", validation)):
         print(f"  {name:<11}{split.report()}")
     unigram = evaluate.Unigram(proteins.counts())
+    unigram.write(output_dir)
 
     with strategy.scope():
         model = build_model(config)
@@ -104,7 +105,6 @@ def train(config, data_dir, output_dir, verbose="auto"):
         data_dir=data_dir,
         verbose=verbose,
     )
-    unigram.write(output_dir)
     common.draw_curve(output_dir, "perplexity", "perplexity")
     return model, validation, unigram
 

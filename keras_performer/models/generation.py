@@ -64,9 +64,9 @@ class Generation:
                 either side of the padding.
             far_half_life: Number of tokens, of at least 1e-3, after which
                 what lies beyond the local window weighs half as much (see
-                `fade`; a prompt is then read in segments of about so many
-                tokens); `None` keeps it as it is. Half the training length,
-                or less, where a text grows beyond that.
+                `fade`; a prompt is then read in segments of at most so many
+                tokens, and at least one); `None` keeps it as it is. Half the
+                training length, or less, where a text grows beyond that.
 
         Returns:
             The new tokens, an int32 NumPy array `(B, max_new_tokens)`.
@@ -149,7 +149,7 @@ class Generation:
         )
         size = SEGMENT
         if half_life is not None:
-            size = min(size, _round_up(math.ceil(half_life), ROUND))
+            size = fading_segment(half_life, size)
         for start in range(0, ids.shape[1], size):
             part = slice(start, start + size)
             last, state = self._compiled("prefill")(
@@ -226,9 +226,8 @@ class Generation:
             )
         with tf.control_dependencies(checks):
             ids = tf.identity(ids)
-        options = {"temperature": temperature, "top_p": None}
-        options |= {"end_id": ops.cast(-1, "int32"), "seed": seed}
-        options |= {"far_half_life": None}
+        options = draw_options(seed=0)  # replaced, as it is a tensor here
+        options |= {"temperature": temperature, "seed": seed}
         arguments = (num_tokens, num_tokens, None, options)
         if isinstance(self.feature_map, feature_maps.Exact):
             room = tf.pad(ids, [(0, 0), (0, num_tokens)])
@@ -262,6 +261,15 @@ def draw_options(
         "seed": np.int32(seed % 2**31),
         "far_half_life": far_half_life,
     }
+
+
+def fading_segment(half_life, most):
+    """Tokens of the segments in which a text is read that fades.
+
+    At most a half-life, within which nothing fades; a power of two, for few
+    sizes to trace.
+    """
+    return min(most, 2 ** int(math.log2(max(1, half_life))))
 
 
 def prefill(model, ids, mask, last, state, half_life):
@@ -507,9 +515,10 @@ def _round_up(number, step):
 def _check_number(name, value, least, most, above=False):
     """Raises unless a number is in [least, most], or above `least`."""
     good = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    finite = good and value < float("inf")
+    # What float32 holds, as the compiled loops do.
+    finite = good and abs(value) <= float(np.finfo("float32").max)
     if not finite or not least <= value <= most or (above and value == least):
-        expected = f"a number of at least {least:g}"
+        expected = f"a finite number of at least {least:g}"
         if most == 1:
             expected = "a number in (0, 1]"
         raise arguments.invalid(name, expected, value)

@@ -1,9 +1,9 @@
 """A language model of Performer blocks."""
 
 import math
-import numbers
 
 import keras
+import numpy as np
 from keras import activations
 from keras import ops
 
@@ -297,25 +297,18 @@ class PerformerLM(Generation, keras.Model):
             The new state. Tokens of the window, and positions, are as before.
 
         Raises:
-            ValueError: If `count` is a negative number, or `half_life` one
-                that is not positive.
+            ValueError: If `count` is a number below 0, or `half_life` one
+                that is not above 0; tensors are not looked into.
         """
-        if isinstance(count, numbers.Real) and not 0 <= count < math.inf:
-            raise arguments.invalid(
-                "count", "a number of at least 0", count
-            )
+        count = _finite("count", count)
         if half_life is None:
             return state
-        if isinstance(half_life, numbers.Real):
-            arguments.check_positive("half_life", float(half_life))
+        half_life = _finite("half_life", half_life, above=True)
 
         def logarithm(value):
             """Of the factor, for each row, in the shape of `value`."""
             first, second = (
-                ops.convert_to_tensor(x, value.dtype)
-                if isinstance(x, numbers.Real)
-                else ops.cast(x, value.dtype)
-                for x in (count, half_life)
+                ops.cast(x, value.dtype) for x in (count, half_life)
             )
             column = ops.reshape(
                 -math.log(2.0) * first / second,
@@ -419,6 +412,25 @@ class PerformerLM(Generation, keras.Model):
             if layer.path in frozen:
                 layer.trainable = False
         return model
+
+
+def _finite(name, value, above=False):
+    """A tensor, or numbers as an array; raises where these are wrong."""
+    if ops.is_tensor(value):
+        return value
+    try:
+        array = np.asarray(value)
+        good = array.dtype.kind in "iufO"
+        array = array.astype("float64")
+    except (TypeError, ValueError, OverflowError):
+        good = False
+    if good:
+        good = np.all(array > 0 if above else array >= 0)
+        good = good and np.all(np.isfinite(array))
+    if not good:
+        expected = "above 0" if above else "of at least 0"
+        raise arguments.invalid(name, f"finite numbers {expected}", value)
+    return array
 
 
 def _check_sizes(num_layers, num_heads, hidden_dim):

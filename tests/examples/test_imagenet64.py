@@ -315,8 +315,8 @@ def test_flags_go_together_with_those_of_absl(command):
 def untrained(tmp_path):
     config = tiny_config()
     path = str(tmp_path / "best.keras")
+    common.claim_folder(config, None, str(tmp_path))
     train.build_model(config).save(path)
-    common.write_config(config, str(tmp_path))
     return path
 
 
@@ -401,6 +401,9 @@ def test_what_cannot_draw_is_named(tmp_path):
         ([f"--model={path}"], "exact attention.*exact.keras"),
         ([f"--model={tmp_path}/none.keras"], "no file or folder.*none.keras"),
         (["--top_p=0"], "top_p"),
+        (["--completions=2"], "--completions needs --complete"),
+        (["--data_dir=d"], "--data_dir needs --complete"),
+        (["--complete=d", "--data_dir=d"], "only --complete=validation"),
     ):
         with pytest.raises(common.UserError, match=named):
             generate.main(generating(*arguments))
@@ -413,6 +416,11 @@ def test_models_that_cannot_be_evaluated_are_named(untrained, tmp_path):
 
     broken = tmp_path / "broken.keras"
     broken.write_text("no archive")
+    expect(broken, "cannot load .*broken.keras")
+    with open(untrained, "rb") as file:
+        content = bytearray(file.read())
+    content[len(content) // 2] ^= 255
+    broken.write_bytes(content)
     expect(broken, "cannot load .*broken.keras")
     (tmp_path / "config.json").write_text(json.dumps({"depth": 3}))
     expect(untrained, "config.json was not written")

@@ -278,6 +278,8 @@ def flipped(archive):
             "Fortran's order",
         ),
         (zipped(member(np.array([{}, 1], object))), r"object \[2\]"),
+        # A bracket that is not closed: Python's tokenizer gives up.
+        (zipped(GOOD.replace(b"), }", b" , }")), "no npz file: TokenError"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, content, message):
@@ -429,6 +431,58 @@ def test_records_are_made_of_pictures_one_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "load", lambda *_: pytest.fail("read whole"))
     names = [name for name, _ in data.raw_examples(str(tmp_path), "train")]
     assert names == ["a.png", "b.png", "c.png"]
+
+
+def test_links_are_followed_and_each_folder_is_read_once(tmp_path):
+    train, other = tmp_path / "train", tmp_path / "other"
+    for folder in (train / "cats", other / "wild"):
+        folder.mkdir(parents=True)
+        Image.new("RGB", (64, 64)).save(folder / "a.png")
+    (train / "dogs").symlink_to(other)
+    (train / "hounds").symlink_to(other)
+    (train / "wild").symlink_to(other / "wild")
+    # Two ways around in a circle.
+    (train / "cats" / "self").symlink_to(train / "cats")
+    (other / "wild" / "up").symlink_to(tmp_path)
+    (train / "b.png").symlink_to(train / "cats" / "a.png")
+    names = [name for name, _ in data.raw_examples(str(tmp_path), "train")]
+    assert names == ["b.png", "cats/a.png", "dogs/wild/a.png"]
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    closed = tmp_path / "train" / "closed"
+    closed.mkdir(parents=True)
+    Image.new("RGB", (64, 64)).save(tmp_path / "train" / "a.png")
+    scandir = os.scandir
+
+    def refuse(path):  # a mode of 0 would not keep out root
+        if os.fspath(path) == str(closed):
+            raise PermissionError(13, "Permission denied", str(closed))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(
+        common.UserError, match="train/closed: .*Received: Permission denied"
+    ):
+        data.load(str(tmp_path), "train")
+
+
+def test_a_name_in_another_encoding_is_read(tmp_path, capsys):
+    folder = os.fsdecode(os.path.join(os.fsencode(tmp_path), b"caf\xe9"))
+    target = os.path.join(folder, "train")
+    os.makedirs(target)
+    for name in (b"caf\xe9.png", b"a.png"):
+        path = os.path.join(os.fsencode(target), name)
+        Image.new("RGB", (64, 64)).save(os.fsdecode(path))
+    with open(os.path.join(os.fsencode(target), b"\xff.txt"), "w"):
+        pass
+    split = data.read_folder(target)
+    assert [split.name(0, i) for i in range(2)] == ["a.png", r"caf\xe9.png"]
+    assert r"damaged: \xff.txt" in capsys.readouterr().out
+    write_npz(os.path.join(folder, "val_data.npz"), numbered(2))
+    np.testing.assert_array_equal(
+        all_images(data.load(folder, "validation")), numbered(2)
+    )
 
 
 def test_training_is_the_same_for_the_same_seed_only(folder):

@@ -292,6 +292,13 @@ def test_config_errors_name_the_field():
         (["--far_weight=0"], "far_weight=0"),
         (["--feature_map=relu", "--far_weight=1"], "one of .*far_weight=1"),
         (["--vocabulary_size=300"], "257 for bytes.*=300"),
+        (["--seed=2147483648"], "seed.*less than 2..31"),
+        (["--learning_rate=inf"], "learning_rate=inf"),
+        (["--far_weight=1", "--local_window=0"], "exact window.*far_weight=1"),
+        (
+            ["--feature_map=window", "--local_window=0"],
+            "exact window.*feature_map='window'",
+        ),
     ):
         with pytest.raises(common.UserError, match=named):
             tiny_config(*arguments)
@@ -301,7 +308,7 @@ def test_config_file_round_trip(tmp_path):
     config = tiny_config(
         "--local_window=none", "--gradient_clip=none", "--far_weight=0.5"
     )
-    common.write_config(config, str(tmp_path))
+    common.claim_folder(config, None, str(tmp_path))
     again = common.read_config(configs.Config, str(tmp_path))
     assert dataclasses.asdict(again) == dataclasses.asdict(config)
     (tmp_path / "config.json").write_text('{"depth": 3}')
@@ -393,7 +400,7 @@ def test_what_cannot_be_streamed_is_named(tmp_path):
     model = train.build_model(config, 257)
     path = str(tmp_path / "exact.keras")
     model.save(path)
-    common.write_config(config, str(tmp_path))
+    common.claim_folder(config, None, str(tmp_path))
     with pytest.raises(common.UserError, match="carry_state.*exact att"):
         evaluate.evaluate(path, None, "test", carry_state=True)
     with pytest.raises(common.UserError, match="far_half_life.*carry_state"):

@@ -1,6 +1,7 @@
 """The text pipeline of examples/pg19: tokens, windows, splits, errors."""
 
 import dataclasses
+import os
 import sys
 import types
 
@@ -84,6 +85,55 @@ def test_word_pieces_keep_white_space_and_count_bytes():
     assert tokenizer.tokenize(["z\u00fc"]).numpy()[0][0] == 1
 
 
+# Tabs, ends of lines, spaces of many kinds, marks of what is unknown, letters
+# of two parts: each comes back.
+KEPT = ("\t", "\r", "\r\n", "  ", " \t \n", "\u00a0", "\u2009", "\u3000")
+KEPT += ("\u2028", "\ufffd", "e\u0301", "\ue000")
+# Control characters, what has no width, and the marks of white space
+# themselves: each is unknown, though the vocabulary was learned from it.
+UNSEEN = ("\0", "\x0b", "\f", "\x1b", "\x7f", "\x85", "\u00ad", "\u200b")
+UNSEEN += ("\u200d", "\u202e", "\ufeff", "\u2581", "\u23ce", "\u2409")
+
+
+def around(character):
+    """Text with four times a character, within, beside and between words."""
+    return f"She{character}had {character} her{character}{character}youth\n"
+
+
+@pytest.fixture(scope="module")
+def well_read(tmp_path_factory):
+    """A tokenizer that has seen all characters, read from its file."""
+    text = "".join(around(character) for character in KEPT + UNSEEN)
+    tokenizer = data.WordPieceTokenizer.learn([document(text * 20)], 300)
+    path = str(tmp_path_factory.mktemp("pieces") / "vocabulary.txt")
+    tokenizer.write(path)
+    return data.WordPieceTokenizer.read(path, 300)
+
+
+@pytest.mark.parametrize("character", KEPT, ids=ascii)
+def test_word_pieces_keep_every_byte(well_read, character):
+    text = around(character)
+    ids = well_read.tokenize([text]).numpy()[0]
+    assert well_read.detokenize(ids) == text
+    sizes = np.array(well_read.bytes_per_token)[ids]
+    assert sizes.sum() == len(text.encode()) and sizes.min() > 0
+
+
+@pytest.mark.parametrize("character", UNSEEN, ids=ascii)
+def test_what_word_pieces_cannot_keep_is_unknown(well_read, character):
+    text = around(character)
+    ids = well_read.tokenize([text]).numpy()[0]
+    assert (ids == well_read.unknown_id).sum() == 4
+    assert well_read.detokenize(ids) == text.replace(character, "")
+    size = np.array(well_read.bytes_per_token)[ids].sum()
+    assert size + 4 * len(character.encode()) == len(text.encode())
+
+
+def test_an_older_vocabulary_counts_tabs_as_unknown():
+    ids = learned().tokenize(["she\tlearned\r\n"]).numpy()[0]
+    assert (ids == 1).sum() == 2
+
+
 def test_a_vocabulary_file_brings_back_the_same_ids(tmp_path):
     tokenizer = learned()
     path = str(tmp_path / "vocabulary.txt")
@@ -115,8 +165,8 @@ def test_a_missing_vocabulary_is_named(tmp_path):
 # --- windows ---------------------------------------------------------------
 
 
-def both_datasets(documents, config=CONFIG):
-    tokenizer = data.ByteTokenizer()
+def both_datasets(documents, config=CONFIG, make=data.ByteTokenizer):
+    tokenizer = make()
     return (
         data.training_dataset(documents, tokenizer, config),
         data.validation_dataset(documents, tokenizer, config),
@@ -136,10 +186,15 @@ def operations(dataset):
     return {node.op for node in nodes}
 
 
-def test_o63_shapes_are_static_without_strings_or_python(tmp_path):
-    folder = write_books(tmp_path, train={"1": TEXT, "2": TEXT})
+@pytest.mark.parametrize("make", [data.ByteTokenizer, learned])
+@pytest.mark.parametrize("mix_documents", [False, True])
+def test_o63_shapes_are_static_without_strings_or_python(
+    tmp_path, make, mix_documents
+):
+    folder = write_books(tmp_path, train={"1": TEXT * 9, "2": TEXT * 9})
     documents = data.load(folder, "train")
-    for dataset in both_datasets(documents):
+    config = dataclasses.replace(CONFIG, mix_documents=mix_documents)
+    for dataset in both_datasets(documents, config, make):
         for spec in dataset.element_spec:
             assert spec.shape == (3, 7)
             assert spec.dtype in (tf.int32, tf.float32)
@@ -169,6 +224,28 @@ def test_evaluation_sees_every_token_once(sizes):
             found[int(index[row])].extend(kept)
     for index, one in enumerate(documents):
         assert found[index] == [byte + 1 for byte in one.data] + [0]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 40])
+def test_workers_share_the_evaluation(workers):
+    documents = [document(TEXT[:size]) for size in (5, 0, 100, 30)]
+
+    def rows(shard):
+        dataset = data.evaluation_dataset(
+            documents, data.ByteTokenizer(), CONFIG, shard
+        )
+        found = [
+            tuple(array[row].numpy().tolist() for array in batch)
+            for batch in dataset
+            for row in range(3)
+        ]
+        return [row for row in found if any(row[2])]
+
+    # 1, 1, 15 and 5 windows; the last of 40 workers have none.
+    whole = rows((0, 1))
+    assert len(whole) == 22
+    for index in range(workers):
+        assert rows((index, workers)) == whole[index::workers]
 
 
 def test_validation_tells_its_length_and_can_be_cut():
@@ -353,6 +430,36 @@ def test_tensorflow_datasets_are_read(monkeypatch):
         data.load("tfds:pg19", "test")
 
 
+def test_raw_examples_come_one_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "sources_of", lambda _: pytest.fail("all"))
+    drawn = []
+
+    def load(name, split, data_dir):
+        for number in range(3):
+            drawn.append(number)
+            yield {
+                "book_text": b"text",
+                "book_id": number,
+                "book_title": b"Title",
+            }
+
+    module = types.SimpleNamespace(load=load, as_numpy=iter)
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", module)
+    examples = data.raw_examples("tfds:pg19", "train")
+    assert next(examples) == ("0", b"text") and drawn == [0]
+    assert [name for name, _ in examples] == ["1", "2"]
+    # The second book cannot be read yet when the first one is there.
+    folder = write_books(tmp_path, train={"1": "one", "2": b"\xff"})
+    examples = data.raw_examples(folder, "train")
+    assert next(examples) == ("1", b"one")
+    with pytest.raises(common.UserError, match=r"2\.txt is not UTF-8"):
+        next(examples)
+    (tmp_path / "train" / "1.txt").write_text("")
+    (tmp_path / "train" / "2.txt").unlink()
+    with pytest.raises(common.UserError, match="no text in .*train"):
+        list(data.raw_examples(folder, "train"))
+
+
 # --- splits ----------------------------------------------------------------
 
 
@@ -373,6 +480,42 @@ def test_a_folder_in_the_layout_of_pg19(tmp_path):
     ]
     assert books[1].num_words == 2
     assert [b.title for b in data.load(folder, "test")] == ["Other"]
+
+
+def test_what_is_no_book_is_left_out_and_named(tmp_path, capsys):
+    folder = write_books(tmp_path, train={"1": "one"})
+    (tmp_path / "train" / "2.TXT").write_text("two")
+    (tmp_path / "train" / "3.txt.gz").write_text("three")
+    (tmp_path / "train" / "4.txt").mkdir()
+    assert [b.name for b in data.load(folder, "train")] == ["1", "2"]
+    printed = capsys.readouterr().out
+    assert "train: left out 2 of 4 entries" in printed
+    assert printed.endswith("3.txt.gz, 4.txt/\n")
+    for number in range(10, 30):
+        (tmp_path / "train" / f"{number}.md").touch()
+    assert len(list(data.raw_examples(folder, "train"))) == 2
+    printed = capsys.readouterr().out
+    assert "left out 22 of 24" in printed and printed.endswith("19.md, ...\n")
+    for name in ("3.txt.gz", *(f"{number}.md" for number in range(10, 30))):
+        (tmp_path / "train" / name).unlink()
+    (tmp_path / "train" / "4.txt").rmdir()
+    data.load(folder, "train")
+    assert not capsys.readouterr().out
+
+
+def test_a_name_in_another_encoding_is_read(tmp_path, capsys):
+    folder = write_books(tmp_path, train={"1": "one"})
+    path = os.path.join(os.fsencode(folder), b"train", b"caf\xe9")
+    for end, content in ((b".txt", "caf\u00e9"), (b".md", "no book")):
+        with open(path + end, "wb") as file:
+            file.write(content.encode("utf-8"))
+    books = data.load(folder, "train")
+    assert [book.name for book in books] == ["1", r"caf\xe9"]
+    assert r"left out 1 of 3 entries" in capsys.readouterr().out
+    texts = [text.numpy() for text in data.texts(books)]
+    assert texts == [b"one", b"caf\xc3\xa9"]
+    for name, text in data.raw_examples(folder, "train"):
+        assert records.serialize(name, text)
 
 
 def test_a_missing_folder_or_split_or_text_is_named(tmp_path):
@@ -396,6 +539,14 @@ def test_metadata_of_another_shape_is_named(tmp_path):
     folder = write_books(tmp_path, train={"1": "fine"})
     (tmp_path / "metadata.csv").write_text("1,Title,1815,url\n2,Title\n")
     with pytest.raises(common.UserError, match="metadata.csv, line 2.*: 2 f"):
+        data.load(folder, "train")
+
+
+def test_a_quote_that_is_not_closed_in_metadata_is_named(tmp_path):
+    folder = write_books(tmp_path, train={"1": "fine"})
+    rows = "".join(f"{number},Title,1815,url\n" for number in range(2, 9999))
+    (tmp_path / "metadata.csv").write_text(f'0,T,1,u\n1,"T,1,u\n{rows}')
+    with pytest.raises(common.UserError, match="csv, line 2: .*field larger"):
         data.load(folder, "train")
 
 

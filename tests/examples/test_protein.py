@@ -285,6 +285,14 @@ def test_config_errors_name_the_field():
         ({"task": "both"}, "task.*'both'"),
         ({"sequence_length": 1}, "sequence_length=1"),
         ({"num_heads": 3}, "multiple of num_heads=3"),
+        (
+            {"task": "masked", "feature_map": "window"},
+            "exact window.*feature_map='window'",
+        ),
+        (
+            {"task": "masked", "feature_map": "favor+", "far_weight": 1.0},
+            "exact window.*far_weight=1.0",
+        ),
     ):
         with pytest.raises(common.UserError, match=named):
             configs.Config(**changes)
@@ -379,5 +387,5 @@ def test_models_that_cannot_be_evaluated_are_named(families, tmp_path):
     expect("none at .*config.json")
     (tmp_path / "config.json").write_text(json.dumps({"tokenizer": "bytes"}))
     expect("config.json was not written")
-    common.write_config(tiny_config(), str(tmp_path))
+    common.claim_folder(tiny_config(), None, str(tmp_path))
     expect("unigram.json cannot be read")

@@ -193,6 +193,26 @@ def test_rows_by_hand():
     ]
 
 
+@every_layout
+@every_task
+@pytest.mark.parametrize("workers", [2, 3, 40])
+def test_workers_share_the_evaluation(task, concatenate, workers):
+    config = change(task=task, concatenate=concatenate)
+
+    def rows(shard):
+        dataset = data.evaluation_dataset(proteins(), config, shard)
+        found = batches(dataset, -1)
+        assert len(found) == int(dataset.cardinality())
+        found = [np.stack(row).tolist() for one in found for row in zip(*one)]
+        return [row for row in found if any(row[1])]
+
+    # The last of 40 workers have none.
+    whole = rows((0, 1))
+    assert 3 < len(whole) < 40
+    for index in range(workers):
+        assert rows((index, workers)) == whole[index::workers]
+
+
 def test_validation_can_be_cut():
     config = change(validation_batches=2)
     cut = data.validation_dataset(proteins(), config)

@@ -84,10 +84,12 @@ def replicas(two_replicas, monkeypatch):
 
 
 def weights(folder):
-    """Weights of `last.keras`, and the curve."""
+    """Weights of `last.keras`, and the curve without its times."""
     model = keras.models.load_model(folder / "last.keras")
     with open(folder / "curve.csv") as file:
-        rows = [line.split(",")[:3] for line in file]
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        assert float(row.pop("tokens_per_second")) > 0
     return [variable.numpy() for variable in model.variables], rows
 
 
@@ -185,6 +187,27 @@ def test_another_unfinished_run_is_refused(books, whole, tmp_path):
     (tmp_path / common.BACKUP).write_bytes(b"PK no archive")
     with pytest.raises(common.UserError, match="backup.npz cannot be read"):
         train.train(CONFIG, books, str(tmp_path), verbose=0)
+
+
+def test_a_finished_run_is_not_lost(books, whole, tmp_path, monkeypatch):
+    for name in ("config.json", "best.keras", "last.keras"):
+        shutil.copy(whole / name, tmp_path)
+    other = dataclasses.replace(CONFIG, learning_rate=0.5)
+    with pytest.raises(
+        common.UserError, match="models of a run with another learning_rate"
+    ):
+        train.train(other, books, str(tmp_path), verbose=0)
+    with pytest.raises(common.UserError, match="another data_dir. Give"):
+        train.train(CONFIG, None, str(tmp_path), verbose=0)
+    assert (tmp_path / "best.keras").exists()
+    # The same run begins anew, and never passes an old model for its own.
+    with monkeypatch.context() as patch:
+        first = killing(common.StopWhenNotFinite, "on_train_batch_end", 1)
+        patch.setattr(common.StopWhenNotFinite, "on_train_batch_end", first)
+        with pytest.raises(Killed):
+            train.train(CONFIG, books, str(tmp_path), verbose=0)
+    assert not (tmp_path / "best.keras").exists()
+    assert not (tmp_path / "last.keras").exists()
 
 
 def test_a_backup_is_not_unpickled(tmp_path):
@@ -369,9 +392,8 @@ def test_the_others_go_on_too(pipeline, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", OTHERS)
 def test_replicas_train_the_others_as_one_device(pipeline, tmp_path):
-    change = {}
-    if pipeline == "protein":
-        change["task"] = "masked"  # replicas whose weights differ in sum
+    # The weights of the masked task's replicas differ in sum.
+    change = {"task": "masked"} if pipeline == "protein" else {}
     one = train_other(pipeline, tmp_path / "a", **change)
     many = train_other(
         pipeline, tmp_path / "b", distribution="mirrored", **change

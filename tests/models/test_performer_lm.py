@@ -346,12 +346,12 @@ def test_what_fades_counts_as_so_much_less(options):
             faded["block_0_sums"], state["block_0_sums"]
         )
     assert model.fade(state, 3, None) is state
-    for count, half_life in ((-1, 3), (float("nan"), 3), (3, 0)):
-        name = "count" if half_life else "half_life"
-        with pytest.raises(ValueError, match=f"`{name}`"):
-            model.fade(state, count, half_life)
-    with pytest.raises(ValueError, match="`count`"):
-        model.fade(state, np.float32("nan"), 3)
+    for wrong in (-1, float("nan"), np.array([-1, 2]), "3", True, None):
+        with pytest.raises(ValueError, match="`count`.*of at least 0"):
+            model.fade(state, wrong, 3)
+    for wrong in (0, np.array(0.0), 10**400, [3, 0], "3", True):
+        with pytest.raises(ValueError, match="`half_life`.*above 0"):
+            model.fade(state, 3, wrong)
 
 
 class _Nothing(FavorPlus):
@@ -359,13 +359,17 @@ class _Nothing(FavorPlus):
         return super().__call__(x, projection, is_query) - 1e30
 
 
-def _faded_greedy(model, prompt, count, half_life, size):
-    """The likeliest continuation, by segments that fade before each."""
+def _faded_greedy(model, prompt, count, half_life, size, each=1):
+    """The likeliest continuation, by segments that fade before each.
+
+    Each new token fades what is before it by so many.
+    """
     state, ids, new = model.get_initial_state(1), prompt[None], []
     parts = [ids[:, i : i + size] for i in range(0, len(prompt), size)]
     while len(new) < count:
         for part in parts:
-            state = model.fade(state, part.shape[1], half_life)
+            fading = each if new else part.shape[1]
+            state = model.fade(state, fading, half_life)
             logits, state = model.step(part, state)
         parts = [np.argmax(to_numpy(logits)[:, -1:], axis=-1)]
         new.append(int(parts[0][0, 0]))
@@ -385,21 +389,28 @@ def test_generation_forgets_what_has_faded(monkeypatch):
     np.testing.assert_array_equal(actual, expected)
     assert np.any(actual != model.generate(prompts, 20, temperature=0))
 
-    monkeypatch.setattr(generation, "SEGMENT", 16)
-    monkeypatch.setattr(generation, "ROUND", 8)
+    monkeypatch.setattr(generation, "SEGMENT", 8)
     # Where all is seen through features a half-life tells soonest.
     model = make(local_window=0, position=None)
-    prompts = [tokens(1, n, seed=n)[0] for n in (50, 16, 3)]
-    for half_life, size in ((np.int64(5), 8), (30, 16)):
+    prompts = [tokens(1, n, seed=n + 200)[0] for n in (50, 16, 3)]
+
+    def expected(half_life, size, each=1):
+        return [
+            _faded_greedy(model, x, 12, half_life, size, each)
+            for x in prompts
+        ]
+
+    for half_life, size in ((np.int64(5), 4), (30, 8), (0.5, 1)):
         actual = model.generate(
             prompts, 12, temperature=0, far_half_life=half_life
         )
-        expected = [
-            _faded_greedy(model, x, 12, float(half_life), size)
-            for x in prompts
-        ]
-        np.testing.assert_array_equal(actual, expected)
-    for wrong in (0, -1.0, float("inf"), float("nan"), "long"):
+        np.testing.assert_array_equal(
+            actual, expected(float(half_life), size)
+        )
+    # What a wrong half-life, segment, or count of tokens would give.
+    for wrong in ((10.0, 4), (5.0, 32), (5.0, 4, 2)):
+        assert expected(*wrong) != expected(5.0, 4)
+    for wrong in (0, -1.0, float("inf"), float("nan"), 2**2000, "long"):
         with pytest.raises(ValueError, match="`far_half_life`"):
             model.generate(prompts, 5, far_half_life=wrong)
     with pytest.raises(ValueError, match="`far_half_life`.*sequence again"):
