@@ -613,6 +613,11 @@ def config_from_flags(presets, flag_values=flags.FLAGS):
     return preset(**given)
 
 
+def printable(path):
+    """A path in which bytes that are not UTF-8 are spelled out."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def check(config, name, valid, expected):
     """Raises a `UserError` about the field `name` unless `valid`."""
     if not valid:

@@ -384,7 +384,7 @@ def _examples_of_folder(folder):
     """Yields `(name, bytes)` of the images below a folder; see above."""
     paths, skipped = _files_below(folder), []
     for path in paths:
-        name = _printable(os.path.relpath(path, folder))
+        name = common.printable(os.path.relpath(path, folder))
         try:
             image = _decode(path)
         # Pillow's readers raise almost anything at broken files.
@@ -399,7 +399,7 @@ def _examples_of_folder(folder):
         )
     if skipped:
         print(
-            f"{_printable(folder)}: left out {len(skipped)} of {len(paths)} "
+            f"{common.printable(folder)}: left out {len(skipped)} of {len(paths)} "
             f"files, which are no images or damaged: {_enumerate(skipped)}"
         )
 
@@ -426,11 +426,6 @@ def _files_below(folder):
         seen.add(real)
         paths.extend(os.path.join(parent, name) for name in names)
     return sorted(paths)
-
-
-def _printable(path):
-    """A path in which bytes that are not UTF-8 are spelled out."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _decode(path):

@@ -151,7 +151,7 @@ def _read_folder(folder, titles):
         )
     files, skipped = sorted(os.listdir(folder)), []
     for file in files:
-        path, file = os.path.join(folder, file), _printable(file)
+        path, file = os.path.join(folder, file), common.printable(file)
         name, extension = os.path.splitext(file)
         if os.path.isdir(path):
             skipped.append(file + os.sep)
@@ -164,15 +164,10 @@ def _read_folder(folder, titles):
     if skipped:
         more = ", ..." if len(skipped) > 10 else ""
         print(
-            f"{_printable(folder)}: left out {len(skipped)} of {len(files)} "
+            f"{common.printable(folder)}: left out {len(skipped)} of {len(files)} "
             "entries, which are no files <id>.txt: "
             f"{', '.join(skipped[:10])}{more}"
         )
-
-
-def _printable(path):
-    """A path in which bytes that are not UTF-8 are spelled out."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _titles(path):

@@ -474,7 +474,7 @@ def test_a_run_from_flags_to_text(books, tmp_path, capsys, no_network):
     assert capsys.readouterr().out.startswith("The value of ")
 
 
-def test_o65_train_without_any_data(tmp_path, capsys, no_network, small_model):
+def test_o65_train_without_any_data(tmp_path, capsys, no_network):
     # main() with no --data_dir: what the command does in an empty checkout.
     arguments = ["--steps=1", "--validation_every=1", "--sample_tokens=3"]
     arguments.append(f"--output_dir={tmp_path}")
