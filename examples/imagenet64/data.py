@@ -399,8 +399,9 @@ def _examples_of_folder(folder):
         )
     if skipped:
         print(
-            f"{common.printable(folder)}: left out {len(skipped)} of {len(paths)} "
-            f"files, which are no images or damaged: {_enumerate(skipped)}"
+            f"{common.printable(folder)}: left out {len(skipped)} of "
+            f"{len(paths)} files, which are no images or damaged: "
+            f"{_enumerate(skipped)}"
         )
 
 

@@ -164,8 +164,8 @@ def _read_folder(folder, titles):
     if skipped:
         more = ", ..." if len(skipped) > 10 else ""
         print(
-            f"{common.printable(folder)}: left out {len(skipped)} of {len(files)} "
-            "entries, which are no files <id>.txt: "
+            f"{common.printable(folder)}: left out {len(skipped)} of "
+            f"{len(files)} entries, which are no files <id>.txt: "
             f"{', '.join(skipped[:10])}{more}"
         )
 
