@@ -87,10 +87,38 @@ def test_the_step_of_a_preset_compiles_for_a_tpu(task, preset):
         assert compile_for_tpu.compile_text(text, topology).fits, topology
 
 
+# What the READMEs' commands give to a core: of eight, which share a batch, and
+# of one that has all of it.
+EIGHT, ALONE = ("v2:2x2x1", "v5e:1x1"), ("v5e:1x1",)
+LONG = {"sequence_length": 8192, "concatenate": True}
+PAPER_STEPS = {
+    "pg19": ("pg19", 1, {}, EIGHT),
+    "pg19-alone": ("pg19", 8, {}, ALONE),
+    "imagenet64": ("imagenet64", 1, {}, EIGHT),
+    "imagenet64-alone": ("imagenet64", 8, {}, ALONE),
+    "protein": ("protein", 8, {}, EIGHT),
+    "protein-long": ("protein", 1, LONG, EIGHT),
+}
+
+
+def lowered_paper_step(task, batch_size, changes):
+    options = {"dtype_policy": "mixed_bfloat16", **changes}
+    config = config_of(task, "paper", batch_size=batch_size, **options)
+    return lowered_step(task, config)
+
+
 @pytest.mark.slow
 @pytest.mark.tpu
-@pytest.mark.parametrize("task, preset", PAPER)
-def test_the_step_of_the_paper_compiles_for_a_tpu(task, preset):
-    changes = {"batch_size": 1, "dtype_policy": "mixed_bfloat16"}
-    text = lowered_step(task, config_of(task, preset, **changes))
-    assert compile_for_tpu.compile_text(text, "v5e:1x1").fits
+@pytest.mark.parametrize("name", PAPER_STEPS)
+def test_the_step_of_the_paper_compiles_for_a_tpu(name):
+    *arguments, topologies = PAPER_STEPS[name]
+    text = lowered_paper_step(*arguments)
+    for topology in topologies:
+        assert compile_for_tpu.compile_text(text, topology).fits, topology
+
+
+@pytest.mark.slow
+@pytest.mark.tpu
+def test_exact_attention_does_not_fit_where_features_do():
+    text = lowered_paper_step("protein", 1, {**LONG, "feature_map": "exact"})
+    assert not compile_for_tpu.compile_text(text, "v5e:1x1").fits
