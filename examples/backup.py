@@ -46,7 +46,9 @@ class Backup(keras.callbacks.Callback):
         model.optimizer.build(model.trainable_variables)
         if not os.path.exists(self.path):
             return 0
-        arrays, epochs = self.read()
+        epochs = self.check()
+        arrays = self._read(lambda file: dict(file))
+        del arrays[_META]
         variables = _variables(model)
         if _shapes(variables) != _shapes(arrays):
             raise self._of_another("model")
@@ -54,29 +56,35 @@ class Backup(keras.callbacks.Callback):
             variable.assign(arrays[name])
         return epochs
 
-    def read(self):
-        """Reads the file.
+    def check(self):
+        """Sees that the file is of a run with these settings.
 
         Returns:
-            `(arrays, epochs)`: dict of the variables, int.
+            int, the epochs that are done.
 
         Raises:
             examples.common.UserError: as `restore`.
         """
+
+        def compare(file):
+            meta = json.loads(str(file[_META]))
+            return differing(self.settings, meta["settings"]), meta["epochs"]
+
+        changed, epochs = self._read(compare)
+        if changed:
+            raise self._of_another(changed)
+        return epochs
+
+    def _read(self, function):
+        """`function` of the opened file."""
         try:
             with np.load(self.path, allow_pickle=False) as file:
-                arrays = dict(file)
-            meta = json.loads(str(arrays.pop(_META)))
-            settings, epochs = meta["settings"], meta["epochs"]
-            changed = differing(self.settings, settings)
+                return function(file)
         except Exception as error:  # zipfile, numpy, json: each has its own
             raise UserError(
                 f"{self.path} cannot be read ({error}). Delete it to start "
                 "anew."
             ) from error
-        if changed:
-            raise self._of_another(changed)
-        return arrays, epochs
 
     def _of_another(self, what):
         return UserError(

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 import time
 import types
@@ -26,6 +27,7 @@ from absl import logging as absl_logging
 from examples.backup import Backup
 from examples.backup import differing
 from examples.errors import UserError
+from examples.records import TFDS
 from keras_performer import FeatureMap
 from keras_performer import PerformerLM
 from keras_performer import callbacks as performer_callbacks
@@ -249,10 +251,6 @@ class TrainingConfig:
 def claim_folder(config, data_dir, output_dir):
     """Makes the folder of a run, and sees that no other run's is lost.
 
-    An unfinished run is left as it is, for `fit` to continue. What a finished
-    one with the same settings left is deleted, as all of it will be
-    made anew, and half of it would pass for the new run's.
-
     Args:
         config: `TrainingConfig`.
         data_dir: string, where the data come from, or None.
@@ -263,24 +261,23 @@ def claim_folder(config, data_dir, output_dir):
             settings.
     """
     os.makedirs(output_dir, exist_ok=True)
-    settings = {**dataclasses.asdict(config), "data_dir": data_dir}
+    settings = _settings(config, data_dir)
     backup = Backup(os.path.join(output_dir, BACKUP), settings)
+    path = os.path.join(output_dir, "config.json")
     if os.path.exists(backup.path):
-        backup.read()
-        return
-    old = [os.path.join(output_dir, name) for name in CHECKPOINTS]
-    old = [file for file in old if os.path.exists(file)]
-    if old:
-        changed = differing(settings, _read_settings(output_dir))
+        backup.check()
+    elif any(
+        os.path.exists(os.path.join(output_dir, name)) for name in CHECKPOINTS
+    ):
+        changed = "program"
+        if os.path.exists(path):
+            changed = differing(settings, _read_settings(output_dir))
         if changed:
             raise UserError(
                 f"{output_dir} holds the models of a run with another "
                 f"{changed}. Give this run another --output_dir, or delete "
                 "that folder."
             )
-    for file in old:
-        os.remove(file)
-    path = os.path.join(output_dir, "config.json")
     with open(path, "w", encoding="utf-8") as file:
         json.dump(settings, file, indent=2)
         file.write("\n")
@@ -300,6 +297,13 @@ def read_config(kind, folder):
         raise _no_config(folder, error) from error
 
 
+def _settings(config, data_dir):
+    """Dict of all that makes a run what it is."""
+    if data_dir is not None and not data_dir.startswith(TFDS):
+        data_dir = os.path.abspath(data_dir)
+    return {**dataclasses.asdict(config), "data_dir": data_dir}
+
+
 def evaluation_data_dir(given, folder, embedded, verbose=1):
     """Where data come from.
 
@@ -311,9 +315,18 @@ def evaluation_data_dir(given, folder, embedded, verbose=1):
 
     Returns:
         string, or None for the embedded data.
+
+    Raises:
+        UserError: the data of the training are not there.
     """
     if given is None:
         given = _read_settings(folder).get("data_dir")
+        here = given is None or given.startswith(TFDS)
+        if not here and not os.path.exists(given):
+            raise UserError(
+                f"--data_dir: expected where the data are, as the {given} of "
+                "the training is not there."
+            )
     if verbose:
         print(f"data: {given or embedded}")
     return given
@@ -837,12 +850,14 @@ def fit(
     """
     backup = Backup(
         os.path.join(output_dir, BACKUP),
-        {**dataclasses.asdict(config), "data_dir": data_dir},
+        _settings(config, data_dir),
     )
     with model.distribute_strategy.scope():  # makes the optimizer's variables
         done = backup.restore(model)
     if done:
         print(f"continuing after step {done * config.validation_every:,}")
+    else:
+        _forget(output_dir)
     probe = None
     if config.distribution == "tpu":
         sample = None
@@ -872,6 +887,14 @@ def fit(
         return keras.saving.load_model(best, compile=False)
     model.load_weights(best)
     return model
+
+
+def _forget(folder):
+    """Deletes a finished run's models: they would pass for the new run's."""
+    for name in CHECKPOINTS:
+        if os.path.exists(os.path.join(folder, name)):
+            os.remove(os.path.join(folder, name))
+    shutil.rmtree(os.path.join(folder, "saved_model"), ignore_errors=True)
 
 
 def load_model(path, state_for=None):

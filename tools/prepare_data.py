@@ -347,7 +347,13 @@ def _has_split(source, split):
             f"--source: there is no file or folder {source}"
         )
     # val_data.npz is of the split "validation".
-    return any(name.startswith(split[:3]) for name in os.listdir(source))
+    begins = [split + mark for mark in "-_."] + ["val_"] * (
+        split == "validation"
+    )
+    return any(
+        name == split or name.startswith(tuple(begins))
+        for name in os.listdir(source)
+    )
 
 
 def _open(data, source, split):

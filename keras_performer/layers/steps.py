@@ -89,23 +89,26 @@ class TrainingSteps:
             )
         # TensorFlow recomputes functions of tensors, all positional, and
         # gives no gradient to others: a state's tensors must be among them.
+        # It adds to each of them, which it cannot to booleans.
         leaves = keras.tree.flatten((args, kwargs))
         index = [i for i, leaf in enumerate(leaves) if ops.is_tensor(leaf)]
-
-        tensors = [leaves[i] for i in index]
+        dtypes = [_dtype(leaves[i]) for i in index]
+        tensors = [_numeric(leaves[i]) for i in index]
         training = kwargs.get("training")
-        if training:
-            tensors += [draw_seed(g) for g in self._dropout_generators()]
+        generators = self._dropout_generators() if training else []
+        tensors += [draw_seed(generator) for generator in generators]
 
         def after_step(*tensors):
             values = list(leaves)
-            for i, tensor in zip(index, tensors):
-                values[i] = tensor
+            for i, tensor, dtype in zip(index, tensors, dtypes):
+                values[i] = ops.cast(tensor, dtype)
             filled = keras.tree.pack_sequence_as((args, kwargs), values)
-            with self._hold_step(), _hold_seeds(tensors[len(index) :]):
+            seeds = zip(generators, tensors[len(index) :])
+            with self._hold_step(), _hold_seeds(seeds):
                 return layer_call(*filled[0], **filled[1])
 
-        recomputed = super().rematerialized_call(after_step, *tensors)
+        # Keras asks by the arguments how large the output will be.
+        recomputed = super().rematerialized_call(after_step, *args, **kwargs)
 
         def call(*args, **kwargs):
             self._step(training, kwargs.get("initial_state"))
@@ -114,23 +117,30 @@ class TrainingSteps:
         return call
 
 
+def _dtype(tensor):
+    return keras.backend.standardize_dtype(tensor.dtype)
+
+
+def _numeric(tensor):
+    return ops.cast(tensor, "int32") if _dtype(tensor) == "bool" else tensor
+
+
 def parts_scope():
     """A scope for the sublayers of a layer that recomputes as a whole.
 
-    They would compute again what it computes again anyway, and Keras's own
-    layers cannot do so in a graph (keras#21207). Their activation functions
-    are another matter.
+    Where all layers recompute, these would do so within what is recomputed,
+    and Keras's own layers cannot at all in a graph (keras#21207).
     """
     mode = get_current_remat_mode()
-    if mode is None or mode.mode == "activations":
+    if mode is None or mode.mode != "full":
         return contextlib.nullcontext()
     return keras.RematScope(mode=None)
 
 
 @contextlib.contextmanager
 def _hold_seeds(seeds):
-    """Within, `draw_seed` gives these, whatever the generator."""
-    _thread.seeds.append(list(seeds))
+    """Within, `draw_seed` gives these: pairs of a generator and a seed."""
+    _thread.seeds.append([(id(generator), seed) for generator, seed in seeds])
     try:
         yield
     finally:
@@ -145,9 +155,18 @@ def draw_seed(generator):
     Args:
         generator: `keras.random.SeedGenerator`.
     """
-    if _thread.seeds:
-        return _thread.seeds[-1].pop(0)
-    return generator.next()
+    if not _thread.seeds:
+        return generator.next()
+    held = _thread.seeds[-1]
+    for i, (owner, seed) in enumerate(held):
+        if owner == id(generator):
+            del held[i]
+            return seed
+    raise RuntimeError(
+        "What is recomputed (`keras.RematScope`) draws more dropout masks than "
+        "its layer knows of. A subclass overrides `_dropout_generators` to "
+        "name the generators, as often as a call draws from each."
+    )
 
 
 def redraw_if_due(state, projection, interval, draw, fresh=None):

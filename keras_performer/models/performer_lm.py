@@ -173,12 +173,12 @@ class PerformerLM(Generation, keras.Model):
                     vocabulary_size, dtype=precise, name="head"
                 )
 
-        # Functional model.
-        ids = keras.Input((None,), dtype="int32", name="ids")
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        super().__init__(ids, self._predict(x), **kwargs)
+            # Functional model; its operations on masks are parts, too.
+            ids = keras.Input((None,), dtype="int32", name="ids")
+            x = self.embedding(ids)
+            for block in self.blocks:
+                x = block(x)
+            super().__init__(ids, self._predict(x), **kwargs)
         # The blocks take the mask of a call; Keras would warn all the same.
         self.supports_masking = True
 
@@ -416,7 +416,7 @@ class PerformerLM(Generation, keras.Model):
 
 def _finite(name, value, above=False):
     """A tensor, or numbers as an array; raises where these are wrong."""
-    if ops.is_tensor(value):
+    if ops.is_tensor(value) or isinstance(value, keras.KerasTensor):
         return value
     try:
         array = np.asarray(value)

@@ -558,6 +558,23 @@ def test_models_that_cannot_be_evaluated_are_named(books, tmp_path):
         evaluate.evaluate(str(tmp_path / "alone.keras"), books, "test")
 
 
+def test_data_are_looked_for_where_the_training_read(
+    books, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)  # the books are there, too
+    config, folder = tiny_config(), str(tmp_path / "run")
+    for given, found, named in ((None, None, "ours"), (".", books, books)):
+        common.claim_folder(config, given, folder)
+        assert common.evaluation_data_dir(None, folder, "ours") == found
+        assert capsys.readouterr().out == f"data: {named}\n"
+    common.claim_folder(config, "tfds:pg19", folder)
+    assert common.evaluation_data_dir(None, folder, "", 0) == "tfds:pg19"
+    assert common.evaluation_data_dir("here", folder, "", 0) == "here"
+    common.claim_folder(config, "gone", folder)
+    with pytest.raises(common.UserError, match="--data_dir.*gone of the tra"):
+        common.evaluation_data_dir(None, folder, "")
+
+
 def test_evaluate_needs_a_model_and_a_known_split():
     flag_values = flags.FlagValues()
     evaluate.define_flags(flag_values)

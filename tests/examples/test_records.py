@@ -376,6 +376,7 @@ def test_splits_that_a_source_lacks_are_skipped(tmp_path, capsys):
     source, out = books(tmp_path / "in"), tmp_path / "out"
     (tmp_path / "in" / "test" / "2.txt").unlink()
     (tmp_path / "in" / "test").rmdir()
+    (tmp_path / "in" / "testimonials.md").write_text("no split")
     for _ in range(2):
         assert prepare(source, out) == {"train": 9, "validation": 1}
         assert f"skipped, {source} has no" in capsys.readouterr().out

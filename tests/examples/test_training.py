@@ -19,6 +19,7 @@ pytest.importorskip("tensorflow_text", reason="the examples tokenise by it")
 from examples import backup
 from examples import common
 from examples.pg19 import config as configs
+from examples.pg19 import data
 from examples.pg19 import train
 
 pytestmark = pytest.mark.tensorflow_only("the examples use tf.data")
@@ -199,6 +200,10 @@ def test_a_finished_run_is_not_lost(books, whole, tmp_path, monkeypatch):
         train.train(other, books, str(tmp_path), verbose=0)
     with pytest.raises(common.UserError, match="another data_dir. Give"):
         train.train(CONFIG, None, str(tmp_path), verbose=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "load", killing(data, "load", 1))
+        with pytest.raises(Killed):
+            train.train(CONFIG, books, str(tmp_path), verbose=0)
     assert (tmp_path / "best.keras").exists()
     # The same run begins anew, and never passes an old model for its own.
     with monkeypatch.context() as patch:

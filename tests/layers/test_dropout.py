@@ -7,6 +7,7 @@ import pytest
 from keras_performer.layers import PerformerAttention
 from keras_performer.layers import PerformerBlock
 from keras_performer.layers import dropout
+from tests.testing import TraceCounter
 from tests.testing import assert_close
 from tests.testing import assert_differs
 from tests.testing import normal
@@ -122,9 +123,11 @@ def test_rows_compile_for_a_tpu(topology):
 
 
 LAYERS = {
-    "attention": lambda: PerformerAttention(2, 5, dropout=0.4, seed=1),
-    "block": lambda: PerformerBlock(
-        2, 13, key_dim=3, dropout=0.4, seed=1
+    "attention": lambda **kwargs: PerformerAttention(
+        2, 5, dropout=0.4, seed=1, **kwargs
+    ),
+    "block": lambda **kwargs: PerformerBlock(
+        2, 13, key_dim=3, dropout=0.4, seed=1, **kwargs
     ),
 }
 
@@ -153,31 +156,54 @@ def test_a_layer_and_its_gradient_are_those_of_one_device(kind, two_replicas):
     assert_differs(one(x, training=True), one(x, training=False))
 
 
-@pytest.mark.parametrize("eagerly", (True, False))
-@pytest.mark.parametrize("where", ("scope", "later"))
+SCOPES = {
+    "full": {"mode": "full"},
+    # The layer's output has 2 * 7 * 11 entries.
+    "larger": {"mode": "larger_than", "output_size_threshold": 100},
+    "named": {"mode": "list_of_layers", "layer_names": ["mine"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("scope", "where", "eagerly"),
+    [
+        ("full", "scope", True),
+        ("full", "scope", False),
+        ("full", "later", False),
+        ("named", "scope", False),
+        # In a graph Keras's own layers fail within such a scope.
+        ("larger", "later", False),
+    ],
+)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_what_is_recomputed_has_the_mask_of_the_output(kind, where, eagerly):
+def test_what_is_recomputed_has_the_mask_of_the_output(
+    kind, scope, where, eagerly, monkeypatch
+):
     x, weight = normal(2, 7, 11), normal(2, 7, 11, seed=1)
-    plain = LAYERS[kind]()
+    keep = np.arange(7) < np.array([[7], [4]])
+    plain = LAYERS[kind](name="mine")
     plain.build(x.shape)
-    with keras.RematScope(mode="full"):
-        recomputed = LAYERS[kind]()
+    with keras.RematScope(**SCOPES[scope]):
+        recomputed = LAYERS[kind](name="mine")
         if where == "scope":  # with its sublayers
             recomputed.build(x.shape)
     if where == "later":
         recomputed.build(x.shape)
     recomputed.set_weights(plain.get_weights())
+    counter = TraceCounter(tf.recompute_grad)
+    monkeypatch.setattr(tf, "recompute_grad", counter)
 
     def gradients(layer):
         with tf.GradientTape() as tape:
-            output = layer(x, training=True)
+            output = layer(x, mask=tf.constant(keep), training=True)
             loss = tf.reduce_sum(output * weight)
         return [output, *tape.gradient(loss, layer.trainable_variables)]
 
-    run = gradients if eagerly else tf.function(gradients)
-    for _ in range(2):
+    for count in (1, 2):
+        run = gradients if eagerly else tf.function(gradients)
         for found, expected in zip(run(recomputed), run(plain), strict=True):
             assert_close(found, expected, 1e-5)  # float32 roundings
+        assert counter.count == count
     # A generator gives each seed once.
     for one, other in zip(
         plain._dropout_generators(),
@@ -187,3 +213,17 @@ def test_what_is_recomputed_has_the_mask_of_the_output(kind, where, eagerly):
         np.testing.assert_array_equal(
             to_numpy(one.state), to_numpy(other.state)
         )
+
+
+class Twice(PerformerBlock):
+    def call(self, x, training=None):
+        once = super().call(x, training=training)
+        return super().call(once, training=training)
+
+
+def test_more_masks_than_a_layer_names_are_an_error():
+    with keras.RematScope(mode="full"):
+        layer = Twice(2, 13, key_dim=3, dropout=0.4)
+    layer.build((2, 7, 11))
+    with pytest.raises(RuntimeError, match="_dropout_generators"):
+        layer(normal(2, 7, 11), training=True)

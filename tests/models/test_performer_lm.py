@@ -6,6 +6,7 @@ import pickle
 import keras
 import numpy as np
 import pytest
+from keras.src.backend.common import remat
 
 from keras_performer import FavorPlus
 from keras_performer import PerformerLM
@@ -204,13 +205,20 @@ def test_a_step_of_padding_leaves_the_state():
     assert_close(logits, full[:, 4:], TOLERANCE)
 
 
-def test_a_model_that_recomputes_trains_as_another():
+@pytest.mark.parametrize("mask_zero", [False, True])
+def test_a_model_that_recomputes_trains_as_another(
+    mask_zero, monkeypatch, tmp_path
+):
     options = {"num_layers": 2, "dropout": 0.3, "redraw_interval": 1}
-    plain = make(**options)
+    plain = make(mask_zero=mask_zero, **options)
     with keras.RematScope(mode="full"):
-        recomputed = make(**options)
+        recomputed = make(mask_zero=mask_zero, **options)
     recomputed.set_weights(plain.get_weights())
+    # Keras's own function, which it looks up at each call.
+    counter = TraceCounter(remat.remat)
+    monkeypatch.setattr(remat, "remat", counter)
     ids = tokens(4, 11)
+    ids[:, 8:] = 0
     losses = []
     for model in (plain, recomputed):
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -219,9 +227,17 @@ def test_a_model_that_recomputes_trains_as_another():
             ids, ids, batch_size=2, epochs=2, shuffle=False, verbose=0
         )
         losses.append(history.history["loss"])
+        # Block by block, in each trace.
+        assert (counter.count > 0) == (model is recomputed)
+        assert counter.count % 2 == 0
     assert_close(losses[0], losses[1], TOLERANCE)
     for one, other in zip(plain.weights, recomputed.weights, strict=True):
         np.testing.assert_allclose(one, other, atol=TOLERANCE)
+    if ON_TENSORFLOW:
+        path = str(tmp_path / "model")
+        saving.export_saved_model(recomputed, path)
+        reloaded = saving.load_saved_model(path)
+        assert_close(reloaded(ids), plain(ids), TOLERANCE)
 
 
 @pytest.mark.slow
