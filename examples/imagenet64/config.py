@@ -52,9 +52,9 @@ class Smoke(Config):
     """Shows that everything works, on photographs of scikit-image.
 
     Command: python -m examples.imagenet64.train
-    Time: 3.7 minutes on 2 CPU cores beside other work, evaluation, export
+    Time: 2 minutes on 2 CPU threads beside other work, evaluation, export
     and samples included.
-    Score: 5.92 bits per dimension. With five photographs of training images
+    Score: 5.89 bits per dimension. With five photographs of training images
     it learns that neighbours are alike, not what a picture shows.
     """
 

@@ -64,7 +64,7 @@ class Smoke(Config):
     """Shows that everything works, on the text that Python brings along.
 
     Command: python -m examples.pg19.train
-    Time: 4 minutes on 2 CPU cores beside other work, evaluation and export
+    Time: 2.5 minutes on 2 CPU threads beside other work, evaluation and export
     included.
     Score: 2.90 bits per byte. With 320 kB of training text this is no
     language model; it learns to spell and to format.

@@ -56,7 +56,7 @@ class Smoke(Config):
     """Shows that everything works, on 200 sequences of UniProt.
 
     Command: python -m examples.protein.train
-    Time: 2 minutes on 2 shared CPU cores, evaluation and export included;
+    Time: a minute on 2 shared CPU threads, evaluation and export included;
         --task=masked the same.
     Score: perplexity 16.9, where letter counts give 17.8. With 35 kB of
     training sequences it learns little more than the counts.
