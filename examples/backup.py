@@ -89,8 +89,7 @@ class Backup(keras.callbacks.Callback):
     def _of_another(self, what):
         return UserError(
             f"{self.path} is of an unfinished run with another {what}. Give "
-            "this run another --output_dir, or delete that file to start "
-            "anew."
+            "this run another --output_dir, or delete that folder."
         )
 
     def on_epoch_end(self, epoch, logs=None):

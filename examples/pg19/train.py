@@ -74,12 +74,14 @@ def make_tokenizer(config, documents, vocabulary, output_dir):
         tokenizer = data.WordPieceTokenizer.read(
             vocabulary, config.vocabulary_size
         )
-        unfinished = os.path.exists(os.path.join(output_dir, common.BACKUP))
-        unfinished = unfinished and os.path.exists(kept)
-        if unfinished and not filecmp.cmp(vocabulary, kept, shallow=False):
+        begun = os.path.exists(kept) and any(
+            os.path.exists(os.path.join(output_dir, name))
+            for name in (common.BACKUP, *common.CHECKPOINTS)
+        )
+        if begun and not filecmp.cmp(vocabulary, kept, shallow=False):
             raise common.UserError(
-                f"--vocabulary: the unfinished run in {output_dir} has "
-                f"another one. Received: {vocabulary}"
+                f"--vocabulary: the run in {output_dir} has another one. "
+                f"Received: {vocabulary}"
             )
     tokenizer.write(kept)
     return tokenizer

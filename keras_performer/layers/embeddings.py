@@ -77,7 +77,7 @@ def _cos_sin(length, count, zero):
         sin_a * cos_b + cos_a * sin_b,
     )
     return [
-        ops.reshape(table, (rows * POSITION_ROW, count))[:length]
+        ops.reshape(table, (rows * POSITION_ROW, count))[:length, :]
         for table in tables
     ]
 

@@ -128,11 +128,11 @@ def _numeric(tensor):
 def parts_scope():
     """A scope for the sublayers of a layer that recomputes as a whole.
 
-    Where all layers recompute, these would do so within what is recomputed,
-    and Keras's own layers cannot at all in a graph (keras#21207).
+    Where all layers recompute, or all large ones, these would do so within
+    what is recomputed, and Keras's own cannot in a graph (keras#21207).
     """
     mode = get_current_remat_mode()
-    if mode is None or mode.mode != "full":
+    if mode is None or mode.mode not in ("full", "larger_than"):
         return contextlib.nullcontext()
     return keras.RematScope(mode=None)
 

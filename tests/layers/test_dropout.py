@@ -171,8 +171,7 @@ SCOPES = {
         ("full", "scope", False),
         ("full", "later", False),
         ("named", "scope", False),
-        # In a graph Keras's own layers fail within such a scope.
-        ("larger", "later", False),
+        ("larger", "scope", False),
     ],
 )
 @pytest.mark.parametrize("kind", LAYERS)

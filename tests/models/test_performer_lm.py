@@ -205,13 +205,20 @@ def test_a_step_of_padding_leaves_the_state():
     assert_close(logits, full[:, 4:], TOLERANCE)
 
 
-@pytest.mark.parametrize("mask_zero", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "mask_zero"),
+    [
+        ("full", False),
+        ("full", True),
+        pytest.param("larger_than", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_that_recomputes_trains_as_another(
-    mask_zero, monkeypatch, tmp_path
+    mode, mask_zero, monkeypatch, tmp_path
 ):
     options = {"num_layers": 2, "dropout": 0.3, "redraw_interval": 1}
     plain = make(mask_zero=mask_zero, **options)
-    with keras.RematScope(mode="full"):
+    with keras.RematScope(mode=mode, output_size_threshold=9):
         recomputed = make(mask_zero=mask_zero, **options)
     recomputed.set_weights(plain.get_weights())
     # Keras's own function, which it looks up at each call.
