@@ -521,19 +521,20 @@ def test_a_vocabulary_without_word_pieces_is_refused(tmp_path):
         train.make_tokenizer(tiny_config(), [], "v.txt", str(tmp_path))
 
 
-def test_the_vocabulary_of_an_unfinished_run_stays(tmp_path):
+@pytest.mark.parametrize("left", [common.BACKUP, "best.keras"])
+def test_the_vocabulary_of_a_run_stays(left, tmp_path):
     config = tiny_config("--tokenizer=wordpiece", "--vocabulary_size=60")
     run, given = tmp_path / "run", str(tmp_path / "given.txt")
     run.mkdir()
     data.WordPieceTokenizer(["[DOC]", "[UNK]", "ab"]).write(given)
-    (run / common.BACKUP).touch()  # of a run of bytes: no vocabulary
+    (run / left).touch()  # of a run of bytes: no vocabulary
     train.make_tokenizer(config, [], given, str(run))
     kept = (run / "vocabulary.txt").read_text()
     data.WordPieceTokenizer(["[DOC]", "[UNK]", "cd"]).write(given)
     with pytest.raises(common.UserError, match="--vocabulary: .*another one"):
         train.make_tokenizer(config, [], given, str(run))
     assert (run / "vocabulary.txt").read_text() == kept
-    (run / common.BACKUP).unlink()
+    (run / left).unlink()
     train.make_tokenizer(config, [], given, str(run))
     assert "cd" in (run / "vocabulary.txt").read_text()
 
