@@ -262,13 +262,10 @@ def claim_folder(config, data_dir, output_dir):
     """
     os.makedirs(output_dir, exist_ok=True)
     settings = _settings(config, data_dir)
-    backup = Backup(os.path.join(output_dir, BACKUP), settings)
     path = os.path.join(output_dir, "config.json")
-    if os.path.exists(backup.path):
-        backup.check()
-    elif any(
-        os.path.exists(os.path.join(output_dir, name)) for name in CHECKPOINTS
-    ):
+    if holds(output_dir, BACKUP):
+        Backup(os.path.join(output_dir, BACKUP), settings).check()
+    elif holds(output_dir, *CHECKPOINTS):
         changed = "program"
         if os.path.exists(path):
             changed = differing(settings, _read_settings(output_dir))
@@ -281,6 +278,11 @@ def claim_folder(config, data_dir, output_dir):
     with open(path, "w", encoding="utf-8") as file:
         json.dump(settings, file, indent=2)
         file.write("\n")
+
+
+def holds(folder, *names):
+    """Whether a folder holds a file of any of these names."""
+    return any(os.path.exists(os.path.join(folder, name)) for name in names)
 
 
 def read_config(kind, folder):
@@ -892,7 +894,7 @@ def fit(
 def _forget(folder):
     """Deletes a finished run's models: they would pass for the new run's."""
     for name in CHECKPOINTS:
-        if os.path.exists(os.path.join(folder, name)):
+        if holds(folder, name):
             os.remove(os.path.join(folder, name))
     shutil.rmtree(os.path.join(folder, "saved_model"), ignore_errors=True)
 
@@ -1029,9 +1031,8 @@ def scores_here(config):
 
 def finish(output_dir):
     """Deletes the backup: the run is over, the same command starts anew."""
-    path = os.path.join(output_dir, BACKUP)
-    if os.path.exists(path):
-        os.remove(path)
+    if holds(output_dir, BACKUP):
+        os.remove(os.path.join(output_dir, BACKUP))
 
 
 # What exact attention of a probe may take.

@@ -5,6 +5,7 @@ UTF-8, the `64 * 64 * 3` bytes of an image in raster order, or the letters of
 a protein. `python -m tools.prepare_data` writes such files.
 """
 
+import contextlib
 import os
 import re
 
@@ -126,14 +127,10 @@ def tensorflow_dataset(source, split, data_dir=None):
 
 def _read_tensorflow_dataset(tfds, source, split, data_dir):
     name = source.removeprefix(TFDS)
-    try:
+    with _naming(f"{source}, split {split!r}"):
         yield from tfds.as_numpy(
             tfds.load(name, split=split, data_dir=data_dir)
         )
-    except Exception as error:  # each builder raises its own
-        raise UserError(
-            f"{source}, split {split!r}: {type(error).__name__}: {error}"
-        ) from error
 
 
 def tensorflow_splits(source):
@@ -149,14 +146,19 @@ def tensorflow_splits(source):
         examples.common.UserError: the package or the data set is missing.
     """
     tfds = _import_tensorflow_datasets(source)
-    try:
+    with _naming(source):
         builder = tfds.builder(source.removeprefix(TFDS))
         builder.download_and_prepare()  # before it, they may be unknown
         return set(builder.info.splits)
-    except Exception as error:  # each builder raises its own
-        raise UserError(
-            f"{source}: {type(error).__name__}: {error}"
-        ) from error
+
+
+@contextlib.contextmanager
+def _naming(what):
+    """Makes any error a `UserError` about `what`: each builder has its own."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _import_tensorflow_datasets(source):

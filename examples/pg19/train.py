@@ -74,9 +74,8 @@ def make_tokenizer(config, documents, vocabulary, output_dir):
         tokenizer = data.WordPieceTokenizer.read(
             vocabulary, config.vocabulary_size
         )
-        begun = os.path.exists(kept) and any(
-            os.path.exists(os.path.join(output_dir, name))
-            for name in (common.BACKUP, *common.CHECKPOINTS)
+        begun = os.path.exists(kept) and common.holds(
+            output_dir, common.BACKUP, *common.CHECKPOINTS
         )
         if begun and not filecmp.cmp(vocabulary, kept, shallow=False):
             raise common.UserError(

@@ -13,6 +13,7 @@ from keras_performer.layers.steps import parts_scope
 MAX_WAVELENGTH = 10_000.0
 # Positions below are exact multiples of a frequency; see `_angles`.
 POSITION_SPLIT = 1024
+# Rows of the finer of the two tables of `_cos_sin`.
 POSITION_ROW = 128
 
 
@@ -59,8 +60,8 @@ def rotary_embedding(x, positions=None):
 def _cos_sin(length, count, zero):
     """Cosines and sines of `_angles` of 0 to `length` - 1: `[length, count]`.
 
-    By the angles' sum, from two small tables. Computed by `ops.cos` they cost
-    a twentieth of a training step, as XLA does so for each head.
+    By the angles' sum, from two small tables: computed by `ops.cos` they cost
+    some per cent of a training step on a CPU.
     """
     frequency = _frequencies(count)
     rows = -(-length // POSITION_ROW)
